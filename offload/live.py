@@ -81,10 +81,11 @@ class LiveBytes:
                 self._peak_bytes = self._alive_bytes
             return True
 
-    def exclude(self, storage: torch.UntypedStorage) -> None:
+    def exclude(self, storage: torch.UntypedStorage, *, unless_counted: bool = False) -> None:
         """Never count ``storage`` (a parameter's, say) for as long as it lives.
 
-        A storage that is being counted stops counting; a peak it was part of stands.
+        A storage that is being counted stops counting, or with ``unless_counted`` goes on doing so;
+        a peak it was part of stands.
         """
         key = storage._cdata
         with self._lock:
@@ -92,7 +93,7 @@ class LiveBytes:
             known = self._watches.get(key)
             if known is None:
                 self._watch(storage, key, 0)
-            else:
+            elif not unless_counted:
                 self._alive_bytes -= known.counted_bytes
                 known.counted_bytes = 0
 
@@ -162,7 +163,8 @@ class LiveBytesMeter:
     Args:
         exclude: tensors that never count, such as ``model.parameters()`` and ``model.buffers()``.
         extra_bytes: memory that stands in for saved storages, e.g. the bytes of an arena in use.
-        skip: says of a storage that it is part of ``extra_bytes`` already and must not count twice.
+            Storages that the hooks below restore are then taken to be part of it, and only those
+            that were saved count by themselves.
 
     Example:
         >>> import torch
@@ -181,11 +183,9 @@ class LiveBytesMeter:
         *,
         exclude: Iterable[Tensor] = (),
         extra_bytes: Callable[[], int] | None = None,
-        skip: Callable[[torch.UntypedStorage], bool] | None = None,
     ) -> None:
         self._live = LiveBytes()
         self._extra_bytes = extra_bytes
-        self._skip = skip
         self._peak_bytes = 0
         self._entered = threading.local()  # torch's hook stack is per thread
         for tensor in exclude:
@@ -231,23 +231,34 @@ class LiveBytesMeter:
         below_pack, below_unpack = chained or (Tensor.detach, _same)
 
         def pack(tensor: Tensor) -> Any:
-            self._saw(tensor)
+            self._count(tensor)
             packed = below_pack(tensor)
             self._mark()  # both the tensor and what the hook made of it exist now
             return packed
 
         def unpack(packed: Any) -> Tensor:
             tensor = below_unpack(packed)
-            self._saw(tensor)
+            if self._extra_bytes is None:
+                self._count(tensor)
+            else:
+                self._exclude_restored(tensor)
             return tensor
 
         return pack, unpack
 
-    def _saw(self, tensor: Tensor) -> None:
+    def _count(self, tensor: Tensor) -> None:
         if not is_parameter_like(tensor):
             storage = storage_of(tensor)
-            if storage is not None and not (self._skip and self._skip(storage)):
+            if storage is not None:
                 self._live.track(storage)
+        self._mark()
+
+    def _exclude_restored(self, tensor: Tensor) -> None:
+        # A restored tensor may be saved again, as the input of a recomputed block is: without this
+        # its memory would then count twice.
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._live.exclude(storage, unless_counted=True)
         self._mark()
 
     def _mark(self) -> None:
