@@ -1,12 +1,12 @@
 """Accounting of the saved activations that are alive: exact bytes, by storage, without polling.
 
 [Note: death is told by a weak reference]
-    torch keeps the Python object of a storage for as long as the C++ storage lives, whoever owns it.
-    A plain ``weakref`` to that object therefore dies exactly when the memory is given back, also when
-    the last owner was a C++ node of autograd's graph. Its callback is ``deque.append``: it may run on
-    any thread, inside the garbage collector or while our own lock is held, so it takes no lock and
-    decides nothing. The queue is drained at the next question or the next track. A peak can only
-    arise where bytes are added, and there the queue has just been drained: the peak is exact.
+    torch keeps the Python object of a storage for as long as the C++ storage lives, whoever owns
+    it. A plain ``weakref`` to that object therefore dies exactly when the memory is given back, also
+    when the last owner was a C++ node of autograd's graph. Its callback is ``deque.append``: it may
+    run on any thread, inside the garbage collector or while our own lock is held, so it takes no
+    lock and decides nothing. The queue is drained at the next question or the next track. A peak can
+    only arise where bytes are added, and there the queue has just been drained: the peak is exact.
 
 [Note: an address is a key only while it is watched]
     ``storage._cdata`` is reused after a storage's death. A dead storage's record is in the queue
@@ -149,12 +149,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 class LiveBytesMeter:
     """Measures what saved activations really occupy, under any other saved-tensor hooks.
 
-    A context manager, to be entered *inside* the hooks it observes: it passes every tensor on to the
-    pair that was active when it was entered, and keeps the tensor (detached) if there was none. What
-    counts is the storage of every tensor that autograd asks to save or that a hook restores, from
-    that moment until the storage dies, and whatever ``extra_bytes`` says at each pack and unpack.
-    Parameters and their views never count. The in-place check of autograd is off inside, as under
-    any saved-tensor hook.
+    A context manager, to be entered *inside* the hooks it observes: it passes every tensor on to
+    the pair that was active when it was entered, and keeps the tensor (detached) if there was none.
+    What counts is the storage of every tensor that autograd asks to save or that a hook restores,
+    from that moment until the storage dies, and whatever ``extra_bytes`` says at each pack and
+    unpack. Parameters and their views never count. The in-place check of autograd is off inside, as
+    under any saved-tensor hook.
 
     ``torch.utils.checkpoint`` hides what happens inside a region from outer hooks. Enter the meter
     within the checkpointed function to count recomputed saves as well; it may be entered any number

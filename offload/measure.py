@@ -1,0 +1,162 @@
+"""Measuring a training step in a process of its own: memory marks, fingerprints, worker processes.
+
+Memory and time of a step depend on what the process did before, so whatever is compared runs in
+fresh processes. A worker prints one JSON object a line on its standard output; what goes wrong
+there is told on its standard error and by its exit status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offload.errors import OffloadError
+
+__all__ = [
+    "MemoryMark",
+    "Spread",
+    "fingerprint",
+    "mark_memory",
+    "worker_messages",
+]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK_RSS = "5"  # see proc_pid_clear_refs(5)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A hash of dtypes, shapes and every bit of ``tensors``: equal only for the same bits.
+
+    0.0 and -0.0 differ, as do NaNs with different payloads: ``torch.equal`` would not see either.
+
+    Example:
+        >>> import torch
+        >>> a = torch.zeros(3)
+        >>> fingerprint([a]) == fingerprint([a.clone()]), fingerprint([a]) == fingerprint([-a])
+        (True, False)
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous()
+        if flat.numel():
+            # The bytes where they are: .numpy() knows no bfloat16, and a copy would cost memory.
+            view = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+            digest.update(view)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class MemoryMark:
+    """The process's memory at one moment, to compare a later one with.
+
+    Attributes:
+        rss_bytes: resident memory then.
+        minor_faults: page faults without I/O since the process began.
+        exact: whether the kernel let us restart its peak; otherwise a peak from before the mark
+            hides a smaller one after it.
+    """
+
+    rss_bytes: int
+    minor_faults: int
+    exact: bool
+
+    def peak_growth_bytes(self) -> int:
+        """How far resident memory has been above ``rss_bytes`` at most since the mark."""
+        return max(0, _status_bytes("VmHWM") - self.rss_bytes)
+
+    def faults_since(self) -> int:
+        """Minor page faults since the mark."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self.minor_faults
+
+
+def mark_memory() -> MemoryMark:
+    """Remember resident memory as it is now, and restart the kernel's record of its peak."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+        exact = True
+    except OSError:
+        exact = False  # not allowed in some containers
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return MemoryMark(_status_bytes("VmRSS"), faults, exact)
+
+
+def _status_bytes(key: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of repeated measurements.
+
+    Example:
+        >>> Spread.of([2.0, 1.0, 4.0])
+        Spread(median=2.0, low=1.0, high=4.0, count=3)
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of ``values``, of which there is at least one."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+def worker_messages(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run ``python *arguments`` in a fresh process and yield the JSON objects it prints.
+
+    The worker ends when the iterator is exhausted or closed.
+
+    Raises:
+        OffloadError: it exited with another status than 0, or printed something else.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # a full pipe would block it
+        worker = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert worker.stdout is not None
+        try:
+            for line in worker.stdout:
+                yield _message(line)
+            status = worker.wait()
+        finally:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+        errors.seek(0)
+        told = errors.read().strip()
+    if status:
+        why = told.splitlines()[-1] if told else "it said nothing about why"
+        how = (
+            f"was ended by signal {-status}" if status < 0 else f"failed with exit status {status}"
+        )
+        raise OffloadError(f"a worker process {how}: {why}")
+
+
+def _message(line: str) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError:
+        message = None
+    if not isinstance(message, dict):
+        raise OffloadError(f"a worker process printed {line.strip()!r} where JSON was expected")
+    return message
