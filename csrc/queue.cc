@@ -1,0 +1,359 @@
+#include "queue.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <ctime>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "checksum.h"
+
+namespace offload {
+namespace {
+
+using Kind = Transfer::Kind;
+
+int64_t ClockNs(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+// wait_for adds the timeout to the clock, which must not overflow.
+constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);
+
+}  // namespace
+
+// What the queue, its requests and its workers share.
+class QueueCore : public std::enable_shared_from_this<QueueCore> {
+ public:
+  QueueCore(std::shared_ptr<File> file, const Queue::Options& options)
+      : file_(std::move(file)), options_(options) {}
+
+  std::shared_ptr<Request> Submit(Transfer transfer, std::chrono::nanoseconds timeout) {
+    Validate(transfer);
+    const Kind kind = transfer.kind;
+    auto request = std::make_shared<Request>(shared_from_this(), std::move(transfer));
+    const size_t nbytes = request->nbytes_;
+    request->total_bytes_ = file_->is_direct() ? RoundUp(nbytes, file_->alignment_bytes()) : nbytes;
+    if (request->transfer_.crc) request->piece_crcs_.resize(Pieces(request->total_bytes_));
+
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool has_room = room_.wait_for(lock, std::min(timeout, kLongestWait), [&] {
+      return closing_ || Waiting(kind) < options_.capacity;
+    });
+    if (closing_) throw std::invalid_argument("the queue is closed");
+    if (!has_room) return nullptr;
+    ++Waiting(kind);
+    stats_.peak_depth = std::max(stats_.peak_depth, ++stats_.depth);
+    LaneOf(*request).push_back(request);
+    // A large request gives work to all.
+    request->total_bytes_ > options_.block_bytes ? work_.notify_all() : work_.notify_one();
+    return request;
+  }
+
+  bool Wait(const Request& request, std::chrono::nanoseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return request.done_changed_.wait_for(lock, std::min(timeout, kLongestWait),
+                                          [&] { return request.done_.load(); });
+  }
+
+  bool Cancel(Request* request) {
+    std::shared_ptr<Slot> freed_after_unlock;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (request->done_ || request->handed_bytes_ > 0) return false;
+    RemoveFromLane(request);
+    LeaveWaiting(request->transfer_.kind);
+    request->error_ = ECANCELED;
+    freed_after_unlock = std::move(request->transfer_.slot);
+    MarkDone(request);
+    return true;
+  }
+
+  void Promote(Request* request) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Transfer& transfer = request->transfer_;
+    if (transfer.kind != Kind::kRead || transfer.urgent) return;
+    if (request->handed_bytes_ == request->total_bytes_ || request->done_) return;
+    std::shared_ptr<Request> moved = RemoveFromLane(request);
+    transfer.urgent = true;
+    LaneOf(*request).push_back(std::move(moved));
+  }
+
+  // Body of a worker.
+  void Serve() {
+    while (const std::optional<Piece> piece = NextPiece()) Run(*piece);
+  }
+
+  void BeginClose() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+    work_.notify_all();
+    room_.notify_all();
+  }
+
+  bool WaitUntilIdle(std::chrono::nanoseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return idle_.wait_for(lock, std::min(timeout, kLongestWait),
+                          [this] { return stats_.depth == 0; });
+  }
+
+  Queue::Stats GetStats() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stats_;
+  }
+
+  const File& file() const { return *file_; }
+
+ private:
+  using Lane = std::deque<std::shared_ptr<Request>>;
+
+  struct Piece {
+    std::shared_ptr<Request> request;
+    size_t begin;
+    size_t nbytes;
+  };
+
+  struct Outcome {
+    int error;
+    int64_t elapsed_ns;
+    int64_t cpu_ns;
+  };
+
+  void Validate(const Transfer& transfer) const;
+  std::optional<Piece> NextPiece();
+  void Run(const Piece& piece);
+  bool FinishPiece(const Piece& piece, const Outcome& outcome);
+  void Complete(Request* request);
+  static bool ChecksumMatches(const Request& request, size_t block_bytes);
+
+  size_t Pieces(size_t nbytes) const {
+    return (nbytes + options_.block_bytes - 1) / options_.block_bytes;
+  }
+
+  // The rest needs mutex_.
+
+  Lane& LaneOf(const Request& request) {
+    if (request.transfer_.kind == Kind::kWrite) return lanes_[2];
+    return lanes_[request.transfer_.urgent ? 0 : 1];
+  }
+
+  std::shared_ptr<Request> RemoveFromLane(const Request* request) {
+    Lane& lane = LaneOf(*request);
+    const auto place = std::find_if(lane.begin(), lane.end(),
+                                    [&](const auto& other) { return other.get() == request; });
+    std::shared_ptr<Request> removed = std::move(*place);
+    lane.erase(place);
+    return removed;
+  }
+
+  size_t& Waiting(Kind kind) { return waiting_[kind == Kind::kWrite ? 1 : 0]; }
+
+  void LeaveWaiting(Kind kind) {
+    --Waiting(kind);
+    room_.notify_all();  // reads and writes wait on the same condition
+  }
+
+  void MarkDone(Request* request) {
+    request->done_ = true;
+    request->done_changed_.notify_all();
+    if (--stats_.depth == 0) idle_.notify_all();
+  }
+
+  const std::shared_ptr<File> file_;
+  const Queue::Options options_;
+  mutable std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable room_;
+  std::condition_variable idle_;
+  std::array<Lane, 3> lanes_;        // in order of service: urgent reads, reads, writes
+  std::array<size_t, 2> waiting_{};  // reads and writes of which no piece has begun
+  bool closing_ = false;
+  Queue::Stats stats_;
+};
+
+void QueueCore::Validate(const Transfer& transfer) const {
+  const size_t alignment = file_->alignment_bytes();
+  if (transfer.offset % alignment != 0) {
+    throw std::invalid_argument("offset " + std::to_string(transfer.offset) +
+                                " is not a multiple of " + std::to_string(alignment) +
+                                ", which direct I/O needs");
+  }
+  constexpr uint64_t kLargestOffset = std::numeric_limits<off_t>::max();
+  if (transfer.offset > kLargestOffset - RoundUp(transfer.slot->nbytes(), kPageBytes)) {
+    throw std::invalid_argument("offset " + std::to_string(transfer.offset) + " is too large");
+  }
+}
+
+std::optional<QueueCore::Piece> QueueCore::NextPiece() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto first_busy = [this] {
+    return std::find_if(lanes_.begin(), lanes_.end(),
+                        [](const Lane& lane) { return !lane.empty(); });
+  };
+  work_.wait(lock, [&] { return closing_ || first_busy() != lanes_.end(); });
+  const auto lane = first_busy();
+  if (lane == lanes_.end()) return std::nullopt;  // closing, and all is handed out
+
+  const std::shared_ptr<Request> request = lane->front();
+  if (request->handed_bytes_ == 0) {
+    request->start_ns_ = ClockNs(CLOCK_MONOTONIC);
+    LeaveWaiting(request->transfer_.kind);
+  }
+  const size_t begin = request->handed_bytes_;
+  const size_t nbytes = std::min(options_.block_bytes, request->total_bytes_ - begin);
+  request->handed_bytes_ += nbytes;
+  ++request->pieces_in_flight_;
+  if (request->handed_bytes_ == request->total_bytes_) lane->pop_front();
+  return Piece{request, begin, nbytes};
+}
+
+void QueueCore::Run(const Piece& piece) {
+  Request* const request = piece.request.get();
+  const Transfer& transfer = request->transfer_;
+  std::byte* const data = transfer.slot->data() + piece.begin;
+  const uint64_t offset = transfer.offset + piece.begin;
+
+  const int64_t start_ns = ClockNs(CLOCK_MONOTONIC);
+  const int64_t start_cpu_ns = ClockNs(CLOCK_THREAD_CPUTIME_ID);
+  Outcome outcome{};
+  if (transfer.kind == Kind::kWrite) {
+    outcome.error = file_->Write(data, piece.nbytes, offset);
+  } else {
+    outcome.error = file_->Read(data, piece.nbytes, offset);
+    if (outcome.error == 0 && transfer.crc) {
+      const size_t checked_bytes = std::min(piece.nbytes, request->nbytes_ - piece.begin);
+      request->piece_crcs_[piece.begin / options_.block_bytes] = Crc32c(0, data, checked_bytes);
+    }
+  }
+  outcome.elapsed_ns = ClockNs(CLOCK_MONOTONIC) - start_ns;
+  outcome.cpu_ns = ClockNs(CLOCK_THREAD_CPUTIME_ID) - start_cpu_ns;
+  if (FinishPiece(piece, outcome)) Complete(request);
+}
+
+// Returns whether it was the last piece of its request.
+bool QueueCore::FinishPiece(const Piece& piece, const Outcome& outcome) {
+  Request* const request = piece.request.get();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_write = request->transfer_.kind == Kind::kWrite;
+  (is_write ? stats_.write_ns : stats_.read_ns) += outcome.elapsed_ns;
+  stats_.cpu_ns += outcome.cpu_ns;
+  if (outcome.error == 0) {
+    (is_write ? stats_.written_bytes : stats_.read_bytes) += piece.nbytes;
+  } else if (request->error_ == 0) {
+    request->error_ = outcome.error;
+  }
+  --request->pieces_in_flight_;
+  if (request->error_ != 0 && request->handed_bytes_ < request->total_bytes_) {
+    // The pieces that nobody has begun would only repeat the failure.
+    RemoveFromLane(request);
+    request->handed_bytes_ = request->total_bytes_;
+  }
+  return request->pieces_in_flight_ == 0 && request->handed_bytes_ == request->total_bytes_;
+}
+
+void QueueCore::Complete(Request* request) {
+  const bool mismatch = request->error_ == 0 && request->transfer_.crc &&
+                        !ChecksumMatches(*request, options_.block_bytes);
+  // Given back before anyone can see that it is done: who waited finds the room.
+  request->transfer_.slot.reset();
+
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (mismatch) request->error_ = EBADMSG;
+  if (request->error_ == 0) {
+    ++(request->transfer_.kind == Kind::kWrite ? stats_.writes : stats_.reads);
+  }
+  request->end_ns_ = ClockNs(CLOCK_MONOTONIC);
+  MarkDone(request);
+}
+
+bool QueueCore::ChecksumMatches(const Request& request, size_t block_bytes) {
+  uint32_t crc = 0;
+  size_t begin = 0;
+  for (const uint32_t piece_crc : request.piece_crcs_) {
+    const size_t piece_bytes = std::min(block_bytes, request.nbytes_ - begin);
+    crc = Crc32cCombine(crc, piece_crc, piece_bytes);
+    begin += piece_bytes;
+  }
+  return crc == *request.transfer_.crc;
+}
+
+Request::Request(std::shared_ptr<QueueCore> core, Transfer transfer)
+    : core_(std::move(core)), nbytes_(transfer.slot->nbytes()), transfer_(std::move(transfer)) {}
+
+bool Request::Done() const {
+  owner_.Require("the request");
+  return done_;
+}
+
+bool Request::Wait(std::chrono::nanoseconds timeout) const {
+  owner_.Require("the request");
+  if (!done_ && !core_->Wait(*this, timeout)) return false;
+  if (error_ == 0) return true;
+  const char* const verb = transfer_.kind == Transfer::Kind::kWrite ? "write of " : "read of ";
+  std::string what = verb + std::to_string(nbytes_) + " bytes at offset " +
+                     std::to_string(transfer_.offset) + " of " + core_->file().Describe();
+  if (error_ == EBADMSG) what += ": the checksum does not match";
+  throw std::system_error(error_, std::generic_category(), what);
+}
+
+bool Request::Cancel() {
+  owner_.Require("the request");
+  return core_->Cancel(this);
+}
+
+void Request::Promote() {
+  owner_.Require("the request");
+  core_->Promote(this);
+}
+
+Queue::Queue(std::shared_ptr<File> file, const Options& options) {
+  if (options.threads < 1 || options.threads > 64) {
+    throw std::invalid_argument("threads must be between 1 and 64");
+  }
+  if (options.block_bytes == 0 || options.block_bytes % kPageBytes != 0) {
+    throw std::invalid_argument("block_bytes must be a positive multiple of 4096");
+  }
+  if (options.capacity < 1) throw std::invalid_argument("capacity must be at least 1");
+  core_ = std::make_shared<QueueCore>(std::move(file), options);
+  try {
+    for (int i = 0; i < options.threads; ++i) {
+      workers_.emplace_back("offload-io" + std::to_string(i), [core = core_] { core->Serve(); });
+    }
+  } catch (...) {
+    core_->BeginClose();  // or the workers already started could not be joined
+    throw;
+  }
+}
+
+Queue::~Queue() {
+  if (!owner_.IsCurrent()) return;  // [Note: fork]
+  core_->BeginClose();
+}
+
+std::shared_ptr<Request> Queue::Submit(Transfer transfer, std::chrono::nanoseconds timeout) {
+  owner_.Require("the queue");
+  return core_->Submit(std::move(transfer), timeout);
+}
+
+bool Queue::Close(std::chrono::nanoseconds timeout) {
+  owner_.Require("the queue");
+  core_->BeginClose();
+  if (!core_->WaitUntilIdle(timeout)) return false;
+  workers_.clear();
+  return true;
+}
+
+Queue::Stats Queue::GetStats() const {
+  owner_.Require("the queue");
+  return core_->GetStats();
+}
+
+}  // namespace offload
