@@ -1,0 +1,345 @@
+// The Python face of the engine: offload._native. Its contract is offload/_native.pyi.
+//
+// The only file that knows Python. Whatever can block releases the GIL, and waits in slices so that
+// Ctrl-C is noticed. Failures of the operating system become OSError with errno.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "arena.h"
+#include "checksum.h"
+#include "copy.h"
+#include "file.h"
+#include "queue.h"
+
+namespace py = pybind11;
+
+namespace offload {
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr nanoseconds kSlice = std::chrono::milliseconds(50);
+
+// Calls `poll(slice)` without the GIL until it returns something true or `timeout` is over, and
+// returns its last result. Runs signal handlers in between.
+template <typename Poll>
+auto PollInterruptibly(nanoseconds timeout, Poll poll) {
+  for (;;) {
+    const nanoseconds slice = std::min(timeout, kSlice);
+    {
+      const py::gil_scoped_release no_gil;
+      if (auto result = poll(slice); result || timeout <= kSlice) return result;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (timeout != nanoseconds::max()) timeout -= slice;
+  }
+}
+
+nanoseconds ToTimeout(std::optional<double> seconds) {
+  if (!seconds) return nanoseconds::max();
+  if (std::isnan(*seconds) || *seconds < 0) {
+    throw py::value_error("timeout_seconds must not be negative");
+  }
+  constexpr double kLongestSeconds = 1e9;  // 30 years
+  if (*seconds > kLongestSeconds) return nanoseconds::max();
+  return nanoseconds(static_cast<int64_t>(*seconds * 1e9));
+}
+
+// The Python object called Slot: a share of the memory that release() lets go of.
+//
+// Buffers exported from it share the memory through a lease of their own. torch.frombuffer gives
+// its Py_buffer back at once and keeps only the exporting object, so that object, not the
+// Py_buffer, must stand for the use: it is a capsule that holds the lease, and the tensor holds the
+// capsule.
+class SlotHandle {
+ public:
+  explicit SlotHandle(std::shared_ptr<Slot> slot) : slot_(std::move(slot)) {}
+
+  const std::shared_ptr<Slot>& Get() const {
+    if (!slot_) throw py::value_error("the slot has been released already");
+    slot_->owner().Require("the slot");
+    return slot_;
+  }
+
+  uintptr_t Address() const { return reinterpret_cast<uintptr_t>(Get()->data()); }
+  size_t Nbytes() const { return Get()->nbytes(); }
+
+  void Release() {
+    Get();
+    if (!lease_.expired()) {
+      throw py::buffer_error("the slot is in use: a buffer or tensor still views its memory");
+    }
+    slot_.reset();
+  }
+
+  // Implements PyBufferProcs.bf_getbuffer.
+  static int GetBuffer(PyObject* self, Py_buffer* view, int flags) noexcept {
+    view->obj = nullptr;
+    try {
+      auto& handle = py::cast<SlotHandle&>(py::handle(self));
+      const std::shared_ptr<Slot> slot = handle.Get();
+      const py::object exporter = handle.Lease();
+      return PyBuffer_FillInfo(view, exporter.ptr(), slot->data(),
+                               static_cast<Py_ssize_t>(slot->nbytes()), /*readonly=*/0, flags);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_BufferError, error.what());
+      return -1;
+    }
+  }
+
+ private:
+  using LeaseHolder = std::shared_ptr<std::shared_ptr<Slot>>;
+
+  // A capsule that owns a share of the lease all current exports have in common.
+  py::object Lease() {
+    LeaseHolder lease = lease_.lock();
+    if (!lease) {
+      lease = std::make_shared<std::shared_ptr<Slot>>(slot_);
+      lease_ = lease;
+    }
+    auto owned = std::make_unique<LeaseHolder>(std::move(lease));
+    const py::capsule capsule(owned.get(), [](void* pointer) {
+      const std::unique_ptr<LeaseHolder> dropped(static_cast<LeaseHolder*>(pointer));
+    });
+    static_cast<void>(owned.release());  // the capsule's now
+    return capsule;
+  }
+
+  std::shared_ptr<Slot> slot_;
+  std::weak_ptr<std::shared_ptr<Slot>> lease_;
+};
+
+// The Python object called Queue: closing and dying wait for the disk, so both let the GIL go.
+class QueueHandle {
+ public:
+  QueueHandle(std::shared_ptr<File> file, const Queue::Options& options)
+      : queue_(std::make_unique<Queue>(std::move(file), options)) {}
+
+  ~QueueHandle() {
+    const py::gil_scoped_release no_gil;
+    queue_.reset();
+  }
+
+  std::shared_ptr<Request> Submit(Transfer transfer) {
+    return PollInterruptibly(nanoseconds::max(),
+                             [&](nanoseconds slice) { return queue_->Submit(transfer, slice); });
+  }
+
+  void Close() {
+    PollInterruptibly(nanoseconds::max(), [&](nanoseconds slice) { return queue_->Close(slice); });
+  }
+
+  py::dict Stats() const {
+    const Queue::Stats stats = queue_->GetStats();
+    py::dict result;
+    result["read_bytes"] = stats.read_bytes;
+    result["written_bytes"] = stats.written_bytes;
+    result["reads"] = stats.reads;
+    result["writes"] = stats.writes;
+    result["read_ns"] = stats.read_ns;
+    result["write_ns"] = stats.write_ns;
+    result["cpu_ns"] = stats.cpu_ns;
+    result["depth"] = stats.depth;
+    result["peak_depth"] = stats.peak_depth;
+    return result;
+  }
+
+ private:
+  std::unique_ptr<Queue> queue_;
+};
+
+// Python's integers are signed: without this a negative size would be a TypeError that names no
+// argument.
+size_t ToSize(int64_t value, const char* name) {
+  if (value < 0) throw py::value_error(std::string(name) + " must not be negative");
+  return static_cast<size_t>(value);
+}
+
+void* ToPointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+void RequireRange(uintptr_t address, size_t nbytes, const char* name) {
+  if (nbytes > 0 && address == 0) throw py::value_error(std::string(name) + " is null");
+  if (nbytes > std::numeric_limits<uintptr_t>::max() - address) {
+    throw py::value_error(std::string(name) + " + nbytes exceeds the address space");
+  }
+}
+
+void RequireCopyable(uintptr_t dst, uintptr_t src, size_t nbytes, int threads) {
+  RequireRange(dst, nbytes, "dst");
+  RequireRange(src, nbytes, "src");
+  if (nbytes > 0 && dst < src + nbytes && src < dst + nbytes) {
+    throw py::value_error("dst and src overlap");
+  }
+  if (threads < 1) throw py::value_error("threads must be at least 1");
+}
+
+void BindMemory(py::module_& module) {
+  module.def(
+      "copy",
+      [](uintptr_t dst, uintptr_t src, int64_t size, int threads) {
+        const size_t nbytes = ToSize(size, "nbytes");
+        RequireCopyable(dst, src, nbytes, threads);
+        const py::gil_scoped_release no_gil;
+        Copy(ToPointer(dst), ToPointer(src), nbytes, threads);
+      },
+      py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("threads") = kDefaultCopyThreads,
+      "Copy nbytes between two addresses that do not overlap.");
+  module.def(
+      "copy_crc32c",
+      [](uintptr_t dst, uintptr_t src, int64_t size, int threads) {
+        const size_t nbytes = ToSize(size, "nbytes");
+        RequireCopyable(dst, src, nbytes, threads);
+        const py::gil_scoped_release no_gil;
+        return CopyCrc32c(ToPointer(dst), ToPointer(src), nbytes, threads);
+      },
+      py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("threads") = kDefaultCopyThreads,
+      "Copy like copy() and return the CRC-32C of the bytes; they are read only once.");
+  module.def(
+      "crc32c",
+      [](uintptr_t address, int64_t size) {
+        const size_t nbytes = ToSize(size, "nbytes");
+        RequireRange(address, nbytes, "address");
+        const py::gil_scoped_release no_gil;
+        return Crc32c(0, ToPointer(address), nbytes);
+      },
+      py::arg("address"), py::arg("nbytes"), "Return the CRC-32C of nbytes at an address.");
+}
+
+void BindArena(py::module_& module) {
+  py::class_<SlotHandle>(module, "Slot", py::custom_type_setup([](PyHeapTypeObject* type) {
+                           type->as_buffer.bf_getbuffer = &SlotHandle::GetBuffer;
+                           type->ht_type.tp_as_buffer = &type->as_buffer;
+                         }),
+                         "Page-aligned host memory; a writable buffer of bytes.")
+      .def_property_readonly("address", &SlotHandle::Address, "Where it begins, page aligned.")
+      .def_property_readonly("nbytes", &SlotHandle::Nbytes, "What was asked for.")
+      .def("release", &SlotHandle::Release,
+           "Give the memory back now. ValueError the second time; BufferError while in use.");
+
+  py::class_<Arena>(module, "Arena", "A slab of huge pages that is cut into slots.")
+      .def(py::init([](int64_t capacity_bytes, bool prefault) {
+             return std::make_unique<Arena>(ToSize(capacity_bytes, "capacity_bytes"), prefault);
+           }),
+           py::arg("capacity_bytes"), py::kw_only(), py::arg("prefault") = true)
+      .def_property_readonly("capacity_bytes", &Arena::capacity_bytes)
+      .def_property_readonly("used_bytes", [](const Arena& a) { return a.GetStats().used_bytes; })
+      .def_property_readonly("peak_bytes", [](const Arena& a) { return a.GetStats().peak_bytes; })
+      .def_property_readonly("live_slots", [](const Arena& a) { return a.GetStats().live_slots; })
+      .def_property_readonly("page_bytes", [](const Arena& a) { return a.GetStats().page_bytes; })
+      .def_property_readonly("outside_bytes",
+                             [](const Arena& a) { return a.GetStats().outside_bytes; })
+      .def(
+          "allocate",
+          [](Arena& arena, int64_t nbytes) -> std::unique_ptr<SlotHandle> {
+            std::shared_ptr<Slot> slot = arena.Allocate(ToSize(nbytes, "nbytes"));
+            return slot ? std::make_unique<SlotHandle>(std::move(slot)) : nullptr;
+          },
+          py::arg("nbytes"), "Return a Slot, or None when there is no room now.")
+      .def(
+          "allocate_outside",
+          [](Arena& arena, int64_t nbytes) {
+            return std::make_unique<SlotHandle>(arena.AllocateOutside(ToSize(nbytes, "nbytes")));
+          },
+          py::arg("nbytes"), "Return a Slot with a mapping of its own, beyond the capacity.")
+      .def("close", &Arena::Close, py::call_guard<py::gil_scoped_release>(),
+           "End allocation and return how many slots are still alive.");
+}
+
+void BindFile(py::module_& module) {
+  py::class_<File, std::shared_ptr<File>>(module, "File", "A nameless scratch file.")
+      .def(py::init([](std::string directory, bool direct) {
+             return std::make_shared<File>(std::move(directory), direct);
+           }),
+           py::arg("directory"), py::kw_only(), py::arg("direct") = true,
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("alignment_bytes", &File::alignment_bytes)
+      .def_property_readonly("is_direct", &File::is_direct)
+      .def_property_readonly("allocated_bytes", &File::allocated_bytes)
+      .def(
+          "reserve",
+          [](File& file, int64_t end_bytes) {
+            const size_t end = ToSize(end_bytes, "end_bytes");
+            const py::gil_scoped_release no_gil;
+            file.Reserve(end);
+          },
+          py::arg("end_bytes"), "Give [0, end_bytes) its disk space.");
+}
+
+void BindQueue(py::module_& module) {
+  py::class_<Request, std::shared_ptr<Request>>(module, "Request", "A transfer that was accepted.")
+      .def("done", &Request::Done)
+      .def(
+          "wait",
+          [](const std::shared_ptr<Request>& request, std::optional<double> timeout_seconds) {
+            return PollInterruptibly(ToTimeout(timeout_seconds),
+                                     [&](nanoseconds slice) { return request->Wait(slice); });
+          },
+          py::arg("timeout_seconds") = py::none(),
+          "Wait until it is done; False on timeout, OSError if the transfer failed.")
+      .def("cancel", &Request::Cancel, "True if it had not begun: it then never runs.")
+      .def("promote", &Request::Promote, "Make a waiting read urgent.")
+      .def_property_readonly("start_ns", &Request::start_ns)
+      .def_property_readonly("end_ns", &Request::end_ns)
+      .def_property_readonly("nbytes", &Request::nbytes)
+      .def_property_readonly("offset", &Request::offset);
+
+  const Queue::Options defaults;
+  py::class_<QueueHandle>(module, "Queue", "A bounded queue served by a few threads.")
+      .def(py::init(
+               [](std::shared_ptr<File> file, int threads, int64_t block_bytes, int64_t capacity) {
+                 const Queue::Options options{threads, ToSize(block_bytes, "block_bytes"),
+                                              ToSize(capacity, "capacity")};
+                 return std::make_unique<QueueHandle>(std::move(file), options);
+               }),
+           py::arg("file"), py::kw_only(), py::arg("threads") = defaults.threads,
+           py::arg("block_bytes") = defaults.block_bytes, py::arg("capacity") = defaults.capacity)
+      .def(
+          "write",
+          [](QueueHandle& queue, const SlotHandle& slot, int64_t offset) {
+            return queue.Submit({Transfer::Kind::kWrite, slot.Get(), ToSize(offset, "offset"),
+                                 /*urgent=*/false, std::nullopt});
+          },
+          py::arg("slot"), py::arg("offset"), "Write a slot; waits while the queue is full.")
+      .def(
+          "read",
+          [](QueueHandle& queue, const SlotHandle& slot, int64_t offset, bool urgent,
+             std::optional<uint32_t> crc) {
+            return queue.Submit(
+                {Transfer::Kind::kRead, slot.Get(), ToSize(offset, "offset"), urgent, crc});
+          },
+          py::arg("slot"), py::arg("offset"), py::kw_only(), py::arg("urgent") = false,
+          py::arg("crc") = py::none(), "Read into a slot; waits while the queue is full.")
+      .def("stats", &QueueHandle::Stats)
+      .def("close", &QueueHandle::Close, "Finish what was accepted, then end the workers.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The native engine: a page-aligned arena, a scratch file, a bounded I/O queue.";
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const std::system_error& error) {
+      const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+  });
+  BindMemory(module);
+  BindArena(module);
+  BindFile(module);
+  BindQueue(module);
+}
+
+}  // namespace offload
