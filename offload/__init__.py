@@ -1,0 +1,38 @@
+"""Activation offloading for PyTorch: saved activations wait for backward on disk, not in memory.
+
+    with offload.Session(disk_dir="/nvme/scratch") as session:
+        for batch in loader:
+            with session.step():
+                loss = model(batch)
+                loss.backward()
+            optimizer.step()
+        print(session.report())
+
+Glossary: a *saved tensor* is what autograd keeps for backward; a *block* is the bytes of one storage; a *tier*
+is where bytes may live (device, host, disk); to *spill* is to write a block to disk and to *fetch* is to read it
+back; the *arena* is the host memory through which blocks pass, a *slot* one region of it; an *extent* is a
+region of the scratch file.
+"""
+
+from offload.config import Config
+from offload.errors import ModifiedInPlaceError, OffloadError, OffloadWarning, StateError, StorageError
+from offload.plan import Placement, Policy, SavedTensor, offload_all
+from offload.report import StepReport
+from offload.session import Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ModifiedInPlaceError",
+    "OffloadError",
+    "OffloadWarning",
+    "Placement",
+    "Policy",
+    "SavedTensor",
+    "Session",
+    "StateError",
+    "StepReport",
+    "StorageError",
+    "offload_all",
+]

@@ -1,0 +1,260 @@
+"""Block: the bytes of one storage, and where they are now. Ticket: one saved tensor's claim on a block.
+
+    state        host slot     disk extent    leaves by
+    LIVE                                      offload -> OFFLOADING
+    OFFLOADING   being filled                 settle_offload -> HOST
+    HOST         x             (x)            spill -> SPILLING; release_slot -> DISK
+    SPILLING     x             being filled   settle_spill -> DISK, or HOST if the write failed
+    DISK                       x              fetch -> FETCHING
+    FETCHING     being filled  x              settle_fetch -> HOST, or DISK if the read failed
+
+The state names the copy that lasts. (x): held if the bytes came from there. The device storage stands beside
+it: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that is shared by all tickets until
+each has been served, and known weakly for as long as anybody else holds it.
+
+One method is one transition. It opens with the states it accepts and sets the new state last.
+
+[Note: ownership is lifetime] Nobody frees a block. Autograd holds tickets, tickets hold the block, the block
+holds its slot, its extent and its device storage, and each of those returns what it stands for when it dies.
+A dropped graph, an exception or a retained graph needs no code here. What is in flight is held by whoever
+watches the request as well, so that neither memory nor disk space is used again under a running transfer.
+"""
+
+import itertools
+import weakref
+from enum import Enum, auto
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.budget import Reservation
+from offload.engines import Request, Slot
+from offload.errors import ModifiedInPlaceError, StateError
+from offload.lanes import Fence, Lane
+from offload.layout import TensorLayout
+from offload.store import DiskStore, Extent
+
+
+class State(Enum):
+    """Where the bytes are; the table above is the definition."""
+
+    LIVE = auto()
+    OFFLOADING = auto()
+    HOST = auto()
+    SPILLING = auto()
+    DISK = auto()
+    FETCHING = auto()
+
+
+_block_ids = itertools.count()
+_NOTHING = torch.empty(0)
+
+
+class VersionWitness:
+    """Tells whether a tensor was modified in place since, without holding its memory.
+
+    A detached alias shares the version counter of the tensor it came from; giving it other data lets the
+    memory go and leaves the counter. torch itself makes this check unless a saved-tensor hook is active, so
+    the hooks have to make it.
+    """
+
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = tensor._version
+        self._alias = tensor.detach()
+        self._alias.data = _NOTHING
+
+    @property
+    def modified(self) -> bool:
+        """Whether the version counter has moved."""
+        return self._alias._version != self._version
+
+    def check(self, layout: TensorLayout) -> None:
+        """Raise ``ModifiedInPlaceError`` if it was, as torch would."""
+        if self.modified:
+            raise modified_in_place(layout, self._alias._version, self._version)
+
+
+def modified_in_place(layout: TensorLayout, version: int, expected: int) -> ModifiedInPlaceError:
+    """torch's own words for it, so that what people search for is found."""
+    return ModifiedInPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{layout}] is at version {version}; expected version {expected} instead. Hint: "
+        "torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+    )
+
+
+class Ticket:
+    """What autograd holds in place of a saved tensor: how it views a block, and a claim on that block."""
+
+    __slots__ = ("__weakref__", "block", "layout", "ordinal", "served", "tape", "witness")
+
+    def __init__(self, block: "Block", layout: TensorLayout, witness: VersionWitness) -> None:
+        self.block = block
+        self.layout = layout
+        self.witness = witness
+        self.served = 0  # the block's generation that this ticket was last served from
+        self.tape: object = None  # the forward it belongs to and its place there: the prefetcher's
+        self.ordinal = 0
+        block.tickets.append(weakref.ref(self))
+
+
+class Block:
+    """The bytes of one storage at one version. Every method is called under the tiers' lock."""
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_device_ref",
+        "_fence",
+        "_origin",
+        "checksum",
+        "extent",
+        "generation",
+        "id",
+        "nbytes",
+        "request",
+        "reservation",
+        "slot",
+        "state",
+        "tickets",
+        "witness",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, witness: VersionWitness) -> None:
+        self.id = next(_block_ids)
+        self.nbytes = storage.nbytes()
+        self.state = State.LIVE
+        self.witness = witness
+        self.tickets: list[weakref.ref[Ticket]] = []
+        self.generation = 0  # counts reloads
+        self.slot: Slot | None = None
+        self.extent: Extent | None = None
+        self.checksum: int | None = None
+        self.request: Request | None = None  # of the transfer in flight
+        self.reservation: Reservation | None = None  # of prefetched bytes that nobody has asked for yet
+        self._fence: Fence | None = None
+        self._device: torch.UntypedStorage | None = storage
+        # Held for as long as the block lives: while it is, torch does not give the storage's address to
+        # another one, so the address is a safe key. It also finds the original if somebody keeps it alive.
+        self._origin = StorageWeakRef(storage)
+        self._device_ref = self._origin
+
+    # -- out -------------------------------------------------------------------------------------------------
+
+    def offload(self, lane: Lane, slot: Slot, *, checksum: bool) -> None:
+        """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
+        self._expect(State.LIVE)
+        assert self._device is not None
+        self._fence, self.checksum = lane.copy_out(slot, self._device, checksum=checksum)
+        self.slot = slot
+        self.state = State.OFFLOADING
+
+    def copied_out(self) -> bool:
+        """Whether the copy out has completed, so that ``settle_offload`` may be called."""
+        return self._fence is not None and self._fence.done()
+
+    def settle_offload(self) -> None:
+        """OFFLOADING -> HOST, once the copy out is done: the original may go."""
+        self._expect(State.OFFLOADING)
+        self._fence = self._device = None
+        self.state = State.HOST
+
+    def spill(self, store: DiskStore, extent: Extent) -> Request:
+        """HOST -> SPILLING: start writing the slot to ``extent``."""
+        self._expect(State.HOST)
+        assert self.slot is not None
+        self.request = store.write(self.slot, extent)
+        self.extent = extent
+        self.state = State.SPILLING
+        return self.request
+
+    def settle_spill(self) -> None:
+        """SPILLING -> DISK: the bytes are on the disk, the slot may go. Raises ``OSError`` and -> HOST if not."""
+        self._expect(State.SPILLING)
+        assert self.request is not None
+        try:
+            self.request.wait()
+        except OSError:
+            self.request = self.extent = None
+            self.state = State.HOST
+            raise
+        self.request = self.slot = None
+        self.state = State.DISK
+
+    # -- back ------------------------------------------------------------------------------------------------
+
+    def fetch(self, store: DiskStore, slot: Slot, *, urgent: bool, reservation: Reservation | None) -> Request:
+        """DISK -> FETCHING: start reading the extent into ``slot``."""
+        self._expect(State.DISK)
+        assert self.extent is not None
+        self.request = store.read(slot, self.extent, urgent=urgent, checksum=self.checksum)
+        self.slot = slot
+        self.reservation = reservation
+        self.state = State.FETCHING
+        return self.request
+
+    def settle_fetch(self) -> None:
+        """FETCHING -> HOST, waiting for the read. Raises ``OSError`` and -> DISK if it failed."""
+        self._expect(State.FETCHING)
+        assert self.request is not None
+        try:
+            self.request.wait()
+        except OSError:
+            self.request = self.slot = self.reservation = None
+            self.state = State.DISK
+            raise
+        self.request = None
+        self.state = State.HOST
+
+    def reload(self, lane: Lane) -> None:
+        """Make a device copy of the host bytes. The state stays: it names the copy that lasts."""
+        self._expect(State.HOST, State.SPILLING)
+        assert self.slot is not None
+        self._device, self._fence = lane.copy_in(self.slot)
+        self._device_ref = StorageWeakRef(self._device)
+        self.reservation = None
+        self.generation += 1
+
+    def release_slot(self) -> None:
+        """HOST -> DISK: the bytes came from there and are there still."""
+        self._expect(State.HOST)
+        if self.extent is None:
+            raise StateError(f"block {self.id} has no other copy than its slot")
+        self.slot = self.reservation = None
+        self.state = State.DISK
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def resident(self) -> torch.UntypedStorage | None:
+        """The device storage if there is one now: held here, or kept alive by somebody else."""
+        if self._fence is not None:
+            self._fence.wait()
+            self._fence = None
+        if self._device is not None:
+            return self._device
+        for ref in (self._device_ref, self._origin):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            # FSDP empties the storages of parameters; nothing of that kind becomes a block, but look anyway.
+            if storage is not None and storage.nbytes() == self.nbytes:
+                return storage  # type: ignore[no-any-return]
+        return None
+
+    def serve(self, ticket: Ticket) -> None:
+        """Count ``ticket`` as served, and let a reloaded copy go once every ticket has been.
+
+        Without this, a storage that two operators saved would be read twice; with a reference held for as
+        long as the block lives, a retained graph would fill the memory again.
+        """
+        ticket.served = self.generation
+        if self.state in (State.LIVE, State.OFFLOADING):
+            return  # the original is the only copy
+        self.tickets = [r for r in self.tickets if r() is not None]
+        if all(t is None or t.served == self.generation for t in (r() for r in self.tickets)):
+            self._device = None
+
+    def _expect(self, *states: State) -> None:
+        if self.state not in states:
+            wanted = " or ".join(s.name for s in states)
+            raise StateError(f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected {wanted}")

@@ -1,0 +1,62 @@
+"""Budget: a byte ledger with a hard limit. A reservation lasts as long as the object that stands for it."""
+
+from collections import deque
+
+
+class Reservation:
+    """``nbytes`` of a budget, given back when this object dies.
+
+    It may die anywhere, also inside the garbage collector while the ledger is being read, so its death only
+    appends to a queue; the ledger is settled by the next call that looks at it.
+    """
+
+    __slots__ = ("_returned", "nbytes")
+
+    def __init__(self, nbytes: int, returned: "deque[int]") -> None:
+        self.nbytes = nbytes
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append(self.nbytes)
+
+
+class Budget:
+    """Bytes that may be in use at one time, and the most that ever were.
+
+    Example:
+        >>> window = Budget(100)
+        >>> first = window.reserve(80)
+        >>> window.reserve(80) is None
+        True
+        >>> del first
+        >>> window.used_bytes, window.peak_bytes
+        (0, 80)
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        self._used_bytes = 0
+        self._returned: deque[int] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved now."""
+        while self._returned:
+            self._used_bytes -= self._returned.popleft()
+        return self._used_bytes
+
+    def reserve(self, nbytes: int, *, alone: bool = False) -> Reservation | None:
+        """Reserve ``nbytes``, or return ``None`` where the limit would be passed.
+
+        Args:
+            nbytes: bytes to reserve.
+            alone: admit an item larger than the whole limit when nothing else is reserved, so that it can pass
+                at all (without this such an item would wait for ever).
+        """
+        used = self.used_bytes
+        if used + nbytes > self.limit_bytes and not (alone and used == 0):
+            return None
+        self._used_bytes = used + nbytes
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        return Reservation(nbytes, self._returned)

@@ -1,0 +1,137 @@
+"""Config: every option of a session, checked where it is given."""
+
+import os
+import tempfile
+from typing import Any, Literal
+
+import attrs
+import torch
+from attrs import Attribute, Converter, field
+
+from offload.machine import filesystem_of
+from offload.units import format_bytes, parse_bytes
+
+MiB = 1 << 20
+
+
+def _to_bytes(value: int | str, attribute: "Attribute[Any]") -> int:
+    return parse_bytes(value, attribute.name)
+
+
+def _to_bytes_or_none(value: int | str | None, attribute: "Attribute[Any]") -> int | None:
+    return None if value is None else parse_bytes(value, attribute.name)
+
+
+def _to_directory(value: str | os.PathLike[str] | None) -> str:
+    """An existing, writable directory: the one given, else ``$OFFLOAD_DIR``, else the temporary directory."""
+    given = value if value is not None else os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()
+    path = os.path.abspath(os.fspath(given))
+    if not os.path.isdir(path):
+        found = "is not a directory" if os.path.exists(path) else "does not exist"
+        raise ValueError(f"disk_dir {path!r} {found}; create it or name another one (also by $OFFLOAD_DIR)")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"disk_dir {path!r} is not writable by this user; choose another directory")
+    return path
+
+
+_sizes = Converter(_to_bytes, takes_field=True)
+_optional_sizes = Converter(_to_bytes_or_none, takes_field=True)
+
+
+def _size(default: int) -> Any:
+    return field(default=default, converter=_sizes)
+
+
+def _one_of(*choices: object) -> Any:
+    def check(_: object, attribute: "Attribute[Any]", value: object) -> None:
+        if not any(value is c or (value == c and type(value) is type(c)) for c in choices):
+            listed = ", ".join(repr(c) for c in choices)
+            raise ValueError(f"{attribute.name} is {value!r}; choose one of {listed}")
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """The options of a ``Session``. Sizes take bytes as an int or a text like ``"8GiB"``.
+
+    Args:
+        device: whose activations are managed. ``"cpu"``: they go from memory to disk.
+        engine: ``"native"`` (C++) or ``"aio"`` (Python, works without a compiler). ``None``: native where the
+            extension was built, else aio with one warning.
+        disk_dir: directory of the scratch file. ``None``: ``$OFFLOAD_DIR``, else the system's temporary
+            directory. The file has no name from the start, so nothing of it survives the process.
+        disk_budget: most bytes on disk. ``None``: what the file system has.
+        host_budget: most bytes of host memory that hold copies on their way out or back. ``None``:
+            ``window_bytes + prefetch_bytes``.
+        min_offload_bytes: storages smaller than this stay where they are.
+        window_bytes: most bytes on their way out at one time; the forward waits when it is reached. A storage
+            larger than this passes alone.
+        prefetch_bytes: most bytes brought back before backward has asked for them.
+        keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at once. The
+            newest storage stays even if it is larger; 0 offloads everything as it is saved.
+        verify: check a CRC of every block that comes back.
+        on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step goes on; one
+            warning and the report say so. ``"raise"``: the step raises ``StorageError`` at its end as well.
+        io_threads: threads that read and write.
+        io_block_bytes: the largest single read or write.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value that cannot work; the message says the fix.
+
+    Example:
+        >>> Config(window_bytes="32MiB", disk_dir="/tmp").window_bytes
+        33554432
+    """
+
+    device: str = field(default="cpu")
+    engine: Literal["native", "aio"] | None = field(default=None, validator=_one_of(None, "native", "aio"))
+    disk_dir: str = field(default=None, converter=_to_directory)
+    disk_budget: int | None = field(default=None, converter=_optional_sizes)
+    host_budget: int | None = field(default=None, converter=_optional_sizes)
+    min_offload_bytes: int = _size(1 * MiB)
+    window_bytes: int = _size(48 * MiB)
+    prefetch_bytes: int = _size(48 * MiB)
+    keep_last_bytes: int = _size(16 * MiB)
+    verify: bool = field(default=False, validator=_one_of(True, False))
+    on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
+    io_threads: int = field(default=2)
+    io_block_bytes: int = _size(8 * MiB)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory for bytes on their way: ``host_budget``, or both windows together."""
+        return self.host_budget if self.host_budget is not None else self.window_bytes + self.prefetch_bytes
+
+    @device.validator
+    def _check_device(self, _: object, value: str) -> None:
+        if not isinstance(value, str) or torch.device(value).type != "cpu":
+            raise ValueError(f"device is {value!r}; this version manages the activations of 'cpu' only")
+
+    @io_threads.validator
+    def _check_io_threads(self, _: object, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"io_threads is {value!r}; give an int")
+        if not 1 <= value <= 64:
+            raise ValueError(f"io_threads is {value}; give 1 to 64 (2 to 4 saturate one disk)")
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("window_bytes", "io_block_bytes"):
+            if getattr(self, name) < 4096:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 4096 bytes")
+        if self.host_budget is not None and self.host_budget < self.window_bytes:
+            raise ValueError(
+                f"host_budget is {format_bytes(self.host_budget)}, less than window_bytes of "
+                f"{format_bytes(self.window_bytes)}: lower window_bytes or raise host_budget"
+            )
+
+    def warnings(self) -> list[str]:
+        """What will work, but hardly as meant."""
+        filesystem = filesystem_of(self.disk_dir)
+        if not filesystem.in_memory:
+            return []
+        return [
+            f"disk_dir {self.disk_dir!r} is on {filesystem.kind}, which keeps files in memory: offloading there "
+            "frees nothing; name a directory on a disk"
+        ]

@@ -1,0 +1,40 @@
+"""The disk engines: ``native`` (C++) and ``aio`` (Python). ``open_engine`` picks one."""
+
+import importlib.util
+import warnings
+
+from offload.config import Config
+from offload.engines.base import Arena, Engine, Request, Slot
+from offload.errors import OffloadWarning
+
+__all__ = ["Arena", "Engine", "Request", "Slot", "native_is_built", "open_engine"]
+
+
+def native_is_built() -> bool:
+    """Whether the C++ extension is part of this installation."""
+    return importlib.util.find_spec("offload._native") is not None
+
+
+def open_engine(config: Config) -> Engine:
+    """The engine that ``config`` names, with its scratch file open and its threads running.
+
+    Raises:
+        ImportError: ``engine="native"`` was asked for by name and the extension was not built.
+        OSError: the scratch file cannot be made.
+    """
+    name = config.engine
+    if name is None and not native_is_built():
+        warnings.warn(
+            "the C++ extension of offload was not built (no compiler at installation?): the slower 'aio' engine "
+            "is used; install a C++17 compiler and reinstall, or say engine='aio' to silence this",
+            OffloadWarning,
+            stacklevel=2,
+        )
+        name = "aio"
+    if name == "aio":
+        from offload.engines.aio import AioEngine
+
+        return AioEngine(config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes)
+    from offload.engines.native import NativeEngine
+
+    return NativeEngine(config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes)

@@ -1,0 +1,71 @@
+"""FreeList: which byte ranges of one linear space are free. First fit, lowest address, neighbours merged."""
+
+from bisect import bisect_left
+
+
+class FreeList:
+    """Ranges of ``[0, size_bytes)`` handed out and taken back; ``grow`` moves the end.
+
+    The lowest range that fits is taken, so that the space in use stays compact: pages (of memory) and blocks
+    (of a file) that were touched once are used again before new ones are.
+
+    Example:
+        >>> free = FreeList(100)
+        >>> free.take(60), free.take(60)
+        (0, None)
+        >>> free.give(0, 60)
+        >>> free.take(100)
+        0
+    """
+
+    def __init__(self, size_bytes: int = 0) -> None:
+        self.size_bytes = size_bytes
+        self.free_bytes = size_bytes
+        self._offsets = [0] if size_bytes else []  # sorted; _lengths runs beside it
+        self._lengths = [size_bytes] if size_bytes else []
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of ``nbytes`` now in use, or ``None`` where no free range is that long."""
+        for i, length in enumerate(self._lengths):
+            if length < nbytes:
+                continue
+            offset = self._offsets[i]
+            if length == nbytes:
+                del self._offsets[i], self._lengths[i]
+            else:
+                self._offsets[i], self._lengths[i] = offset + nbytes, length - nbytes
+            self.free_bytes -= nbytes
+            return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take back a range that ``take`` handed out.
+
+        Raises:
+            ValueError: some of the range is free already, or lies outside the space.
+        """
+        i = bisect_left(self._offsets, offset)
+        before = i > 0 and self._offsets[i - 1] + self._lengths[i - 1] > offset
+        after = i < len(self._offsets) and self._offsets[i] < offset + nbytes
+        if before or after or offset < 0 or offset + nbytes > self.size_bytes:
+            raise ValueError(f"range [{offset}, {offset + nbytes}) is not in use: given back twice?")
+        self.free_bytes += nbytes
+        if i < len(self._offsets) and self._offsets[i] == offset + nbytes:
+            nbytes += self._lengths[i]
+            del self._offsets[i], self._lengths[i]
+        if i > 0 and self._offsets[i - 1] + self._lengths[i - 1] == offset:
+            self._lengths[i - 1] += nbytes
+        else:
+            self._offsets.insert(i, offset)
+            self._lengths.insert(i, nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Add ``nbytes`` free bytes at the end."""
+        offset, self.size_bytes = self.size_bytes, self.size_bytes + nbytes
+        self.give(offset, nbytes)
+
+    def tail_bytes(self) -> int:
+        """Free bytes at the very end: what a request lacks to fit there is ``nbytes - tail_bytes()``."""
+        if self._offsets and self._offsets[-1] + self._lengths[-1] == self.size_bytes:
+            return self._lengths[-1]
+        return 0

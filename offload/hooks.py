@@ -1,0 +1,161 @@
+"""pack and unpack: the only code that autograd calls.
+
+[Note: passing a tensor through] What stays where it is is handed to autograd as ``(alias, version)``. The alias
+is detached: the tensor itself would close a cycle through C++ that Python's collector cannot see whenever an
+operation saves its own output. The version restores the in-place check, which torch gives up when hooks are on.
+
+[Note: what is never moved] Parameters and their views (``Linear`` saves ``weight.t()``), since optimizers and
+sharding libraries write to their storage; the low-precision casts of them that autocast caches; kinds without
+plain bytes (sparse, quantized, nested, fake, wrapper subclasses). The cheapest test comes first: most saved
+tensors are small.
+"""
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload.block import Block, Ticket, VersionWitness, modified_in_place
+from offload.config import Config
+from offload.layout import TensorLayout
+from offload.live import is_parameter_like
+from offload.plan import Placement, Policy, SavedTensor
+from offload.prefetch import Prefetcher
+from offload.report import Counters
+from offload.tiers import Tiers
+
+_graph_task_id = torch._C._current_graph_task_id
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Passed:
+    """A tensor that was handed on to the pair of hooks that was active before ours."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, pair: HookPair, tensor: torch.Tensor) -> None:
+        self.packed = pair[0](tensor)
+        self.unpack = pair[1]
+
+
+class Hooks:
+    """The pair of hooks of one session, and the blocks that are alive."""
+
+    def __init__(self, config: Config, policy: Policy, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._prefetcher = Prefetcher(tiers)
+        self._policy = policy
+        self._min_bytes = max(1, config.min_offload_bytes)
+        self._counters = Counters()
+        # By storage and version, never by data pointer; see Block._origin for why the address is a safe key.
+        self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
+
+    def begin_step(self, counters: Counters) -> None:
+        """Count into ``counters`` from now on."""
+        with self._tiers.lock:
+            self._counters = counters
+            self._tiers.begin_step(counters)
+            self._prefetcher.begin_step()
+
+    @property
+    def live_blocks(self) -> int:
+        """Blocks that some graph still holds."""
+        return len(self._blocks)
+
+    def pair(self, outer: HookPair | None) -> HookPair:
+        """``pack`` and ``unpack`` for one entry of a step; what we do not take goes to ``outer``, the pair before us."""
+        if outer is None:
+            return self._pack_or_alias, self.unpack
+
+        def pack(tensor: torch.Tensor) -> object:
+            return self._pack(tensor) or Passed(outer, tensor)
+
+        return pack, self.unpack
+
+    def _pack_or_alias(self, tensor: torch.Tensor) -> object:
+        return self._pack(tensor) or (tensor.detach(), tensor._version)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        """A ticket for a tensor that leaves, ``None`` for one that stays. Never raises for I/O."""
+        try:
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # sparse and other kinds without a storage
+            return self._keep("kind", 0)
+        if nbytes < self._min_bytes:
+            return self._keep("small", nbytes)
+        if is_parameter_like(tensor) or _is_cast_of_parameter(tensor):
+            return self._keep("parameter", nbytes)
+        if not _has_plain_bytes(tensor):
+            return self._keep("kind", nbytes)
+        placement = self._policy(SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device))
+        if placement is not Placement.DISK:
+            self._tiers.live.track(storage)
+            return self._keep("policy", nbytes)
+        if self._tiers.pid != os.getpid():  # a forked child must not touch its parent's file
+            return self._keep("fork", nbytes)
+        if _graph_task_id() != -1:
+            # Saved inside a backward, by a recomputed region or for a double backward: wanted again at once. It
+            # is ours all the same: what checkpoint's own hooks see must not differ from what its forward saw.
+            self._keep("backward", nbytes)
+            return tensor.detach(), tensor._version
+        return self._take(tensor, storage)
+
+    def _keep(self, reason: str, nbytes: int) -> None:
+        self._counters.kept_bytes[reason] += nbytes
+
+    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ticket:
+        witness = VersionWitness(tensor)
+        with self._tiers.lock:
+            key = (storage._cdata, tensor._version)
+            known = self._blocks.get(key)
+            block = known if known is not None else Block(storage, witness)
+            ticket = Ticket(block, TensorLayout.of(tensor), witness)
+            self._prefetcher.saved(ticket)
+            if known is None:
+                self._blocks[key] = block
+                self._tiers.admit(block, storage)
+            else:
+                self._counters.deduplicated_bytes += block.nbytes
+        return ticket
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor again. May be called on any thread, several times, or never."""
+        if type(packed) is tuple:
+            alias, version = packed
+            if alias._version != version:
+                raise modified_in_place(TensorLayout.of(alias), alias._version, version)
+            return alias  # type: ignore[no-any-return]
+        if type(packed) is Passed:
+            return packed.unpack(packed.packed)
+        ticket: Ticket = packed
+        ticket.witness.check(ticket.layout)
+        with self._tiers.lock:
+            self._tiers.demand(ticket.block)
+            self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
+            return ticket.layout.view(self._tiers.take(ticket))
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.untyped_storage().data_ptr() != 0
+    )
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether autocast made it from a parameter: ``weight.to(bfloat16)``, or a view of that."""
+    base = tensor._base if tensor._base is not None else tensor
+    node = base.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return isinstance(getattr(source, "variable", None), torch.nn.Parameter)

@@ -1,0 +1,43 @@
+"""TensorLayout: how one saved tensor views the bytes of its storage."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class TensorLayout(NamedTuple):
+    """All that is needed to make the same view of the same bytes again.
+
+    Strides are kept exactly: a tensor that comes back contiguous where it was transposed makes the matrix
+    multiplication of backward take another path, and its gradients differ in the last bits.
+    """
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int  # in elements, as torch counts it
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorLayout":
+        """The layout of ``tensor``; its storage is not looked at."""
+        return cls(
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this layout over ``storage``: no copy, exact strides and offset."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.storage_offset, self.size, self.stride)  # type: ignore[call-overload]
+        if self.conjugate:  # the bytes are those of the unconjugated base; the bit makes the value
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negative else tensor
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"

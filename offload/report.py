@@ -1,0 +1,178 @@
+"""StepReport: what a step moved, how much of it was hidden, and what it waited for."""
+
+import io
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.trace import Interval, intersection_ns, merged, total_ns
+from offload.units import format_bytes, format_seconds
+
+JSON_FORMAT = 1
+_MAX_INTERVALS = 1 << 16  # per step; beyond it the oldest no longer count towards the overlap
+
+
+def _intervals() -> "deque[Interval]":
+    return deque(maxlen=_MAX_INTERVALS)
+
+
+@dataclass
+class Counters:
+    """What is counted while a step runs. Values only: ``StepReport.of`` makes sense of them."""
+
+    started_ns: int = field(default_factory=time.perf_counter_ns)
+    ended_ns: int = 0  # 0 while the step's block is open
+    offloaded_bytes: int = 0
+    offloaded_blocks: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    deduplicated_bytes: int = 0
+    kept_bytes: "Counter[str]" = field(default_factory=Counter)
+    hits: int = 0
+    lates: int = 0
+    misses: int = 0
+    forwarded_bytes: int = 0
+    cancelled_bytes: int = 0
+    stall_ns: int = 0
+    backpressure_ns: int = 0
+    peak_arena_bytes: int = 0
+    peak_live_bytes: int = 0
+    peak_disk_bytes: int = 0
+    warnings: "Counter[str]" = field(default_factory=Counter)
+    transfers: "deque[Interval]" = field(default_factory=_intervals)
+    waits: "deque[Interval]" = field(default_factory=_intervals)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The figures of one step, or of several added up. Sizes in bytes, times in seconds.
+
+    Attributes:
+        steps: how many steps these figures cover.
+        seconds: wall time inside the steps' ``with`` blocks.
+        offloaded_bytes, offloaded_blocks: storages that left memory, each counted once.
+        written_bytes, read_bytes: what really went to the disk and came back.
+        deduplicated_bytes: bytes that were not moved again as another saved tensor shared the storage.
+        kept_bytes: bytes that stayed in memory, by reason: ``small``, ``parameter``, ``kind`` (of tensor),
+            ``policy``, ``budget``, ``error``, ``backward`` (saved by backward itself).
+        hits, lates, misses: when backward asked, the bytes were in memory, on their way, or not yet asked for.
+        forwarded_bytes: asked for while still in memory, so that no read was needed.
+        cancelled_bytes: writes given up as backward had finished with the bytes.
+        stall_seconds: backward waiting for reads. backpressure_seconds: forward waiting for room.
+        transfer_seconds: time in which at least one transfer ran.
+        overlap: share of ``transfer_seconds`` in which the computation did not wait for us; ``None`` if
+            nothing was transferred.
+        peak_arena_bytes, peak_live_bytes, peak_disk_bytes: most bytes at one time in the arena, in saved
+            storages and the arena together, and on the disk.
+        warnings: what went otherwise than configured.
+    """
+
+    steps: int
+    seconds: float
+    offloaded_bytes: int
+    offloaded_blocks: int
+    written_bytes: int
+    read_bytes: int
+    deduplicated_bytes: int
+    kept_bytes: dict[str, int]
+    hits: int
+    lates: int
+    misses: int
+    forwarded_bytes: int
+    cancelled_bytes: int
+    stall_seconds: float
+    backpressure_seconds: float
+    transfer_seconds: float
+    overlap: float | None
+    peak_arena_bytes: int
+    peak_live_bytes: int
+    peak_disk_bytes: int
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, steps: Iterable[Counters]) -> "StepReport":
+        """The report of one step's counters, or the sum (for peaks, the maximum) of several."""
+        return cls.summed(_report_of_one(c) for c in steps)
+
+    @classmethod
+    def summed(cls, reports: "Iterable[StepReport]") -> "StepReport":
+        """Add up reports: times and bytes add, peaks are the largest, the overlap is weighted by time."""
+        parts = list(reports)
+        hidden = sum(r.overlap * r.transfer_seconds for r in parts if r.overlap is not None)
+        transfer = sum(r.transfer_seconds for r in parts)
+        kept: Counter[str] = Counter()
+        for r in parts:
+            kept.update(r.kept_bytes)
+        values: dict[str, Any] = {
+            "kept_bytes": dict(kept),
+            "overlap": hidden / transfer if transfer else None,
+            "warnings": tuple(dict.fromkeys(w for r in parts for w in r.warnings)),
+        }
+        for f in fields(cls):
+            if f.name not in values:
+                combine = max if f.name.startswith("peak_") else sum
+                values[f.name] = combine([getattr(r, f.name) for r in parts] or [0])
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, plus the number of the format."""
+        return {"format": JSON_FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=100).print(self.table())
+        return out.getvalue().rstrip()
+
+    def table(self) -> Table:
+        """The figures for people, as a ``rich`` table."""
+        table = Table(title=f"offload: {self.steps} step{'s' if self.steps != 1 else ''}", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        overlap = "no transfers" if self.overlap is None else f"{self.overlap:.1%} of {format_seconds(self.transfer_seconds)}"
+        kept = ", ".join(f"{format_bytes(n)} {why}" for why, n in sorted(self.kept_bytes.items(), key=lambda i: -i[1]))
+        rows = {
+            "step time": format_seconds(self.seconds),
+            "offloaded": f"{format_bytes(self.offloaded_bytes)} in {self.offloaded_blocks} storages",
+            "written / read": f"{format_bytes(self.written_bytes)} / {format_bytes(self.read_bytes)}",
+            "not moved": f"{format_bytes(self.deduplicated_bytes)} shared, {format_bytes(self.forwarded_bytes)} "
+            f"still in memory, {format_bytes(self.cancelled_bytes)} of writes given up",
+            "kept": kept or "nothing",
+            "backward found": f"{self.hits} in memory, {self.lates} on their way, {self.misses} on disk",
+            "transfer hidden": overlap,
+            "waited": f"{format_seconds(self.stall_seconds)} for reads, "
+            f"{format_seconds(self.backpressure_seconds)} for room",
+            "peaks": f"{format_bytes(self.peak_live_bytes)} live, {format_bytes(self.peak_arena_bytes)} arena, "
+            f"{format_bytes(self.peak_disk_bytes)} disk",
+        }
+        for name, value in rows.items():
+            table.add_row(name, value)
+        for warning in self.warnings:
+            table.add_row("warning", warning, style="yellow")
+        return table
+
+
+def _report_of_one(c: Counters) -> StepReport:
+    transfers, waits = merged(c.transfers), merged(c.waits)
+    transfer_ns = total_ns(transfers)
+    counted = {f.name: getattr(c, f.name) for f in fields(StepReport) if hasattr(c, f.name)}
+    counted.update(
+        steps=1,
+        seconds=((c.ended_ns or time.perf_counter_ns()) - c.started_ns) / 1e9,
+        kept_bytes=dict(c.kept_bytes),
+        stall_seconds=c.stall_ns / 1e9,
+        backpressure_seconds=c.backpressure_ns / 1e9,
+        transfer_seconds=transfer_ns / 1e9,
+        overlap=1 - intersection_ns(transfers, waits) / transfer_ns if transfer_ns else None,
+        warnings=tuple(c.warnings),
+    )
+    return StepReport(**counted)

@@ -1,0 +1,110 @@
+"""DiskStore: which extents of the scratch file are in use, and reads and writes of them with clear errors."""
+
+import errno as errno_codes
+import os
+from collections import deque
+
+from offload.budget import Budget, Reservation
+from offload.engines import Engine, Request, Slot
+from offload.engines.base import PAGE_BYTES
+from offload.errors import StorageError
+from offload.freelist import FreeList
+from offload.units import format_bytes
+
+# The file grows by this much at a time: rewriting blocks that exist is 20-60 % faster than growing a file.
+SEGMENT_BYTES = 64 << 20
+
+
+class Extent:
+    """A range of the scratch file, given back when this object dies.
+
+    Its death may come inside the garbage collector, so it only appends; ``DiskStore.allocate`` settles.
+    """
+
+    __slots__ = ("_reservation", "_returned", "nbytes", "offset")
+
+    def __init__(
+        self, offset: int, nbytes: int, reservation: Reservation, returned: "deque[tuple[int, int]]"
+    ) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self._reservation = reservation
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append((self.offset, self.nbytes))
+
+
+class DiskStore:
+    """The disk tier: one nameless file, its space reused lowest first, within a budget of bytes."""
+
+    def __init__(self, engine: Engine, directory: str, budget_bytes: int | None) -> None:
+        self.directory = directory
+        self.budget = Budget(budget_bytes if budget_bytes is not None else 1 << 62)
+        self._engine = engine
+        self._free = FreeList()
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Space for ``nbytes``, or ``None`` where the disk budget is reached.
+
+        Raises:
+            StorageError: the file system refuses more space.
+        """
+        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        reservation = self.budget.reserve(nbytes)
+        if reservation is None:
+            return None
+        while self._returned:
+            self._free.give(*self._returned.popleft())
+        offset = self._free.take(nbytes)
+        if offset is None:
+            self._grow(nbytes)
+            offset = self._free.take(nbytes)
+            assert offset is not None, "the free list just grew by what was lacking"
+        return Extent(offset, nbytes, reservation, self._returned)
+
+    def _grow(self, nbytes: int) -> None:
+        lacking = nbytes - self._free.tail_bytes()
+        for more in (max(SEGMENT_BYTES, lacking), lacking):  # near the end of the disk: just what is needed
+            try:
+                self._engine.reserve(self._free.size_bytes + more)
+            except OSError as e:
+                refused = e
+            else:
+                self._free.grow(more)
+                return
+        raise self.error("reserving space for", refused, self._free.size_bytes, lacking)
+
+    def write(self, slot: Slot, extent: Extent) -> Request:
+        """Start writing ``slot`` to ``extent``. Both must live until the request has completed."""
+        return self._engine.write(slot, extent.offset)
+
+    def read(self, slot: Slot, extent: Extent, *, urgent: bool, checksum: int | None) -> Request:
+        """Start reading ``extent`` into ``slot``."""
+        return self._engine.read(slot, extent.offset, urgent=urgent, checksum=checksum)
+
+    def error(self, doing: str, cause: OSError, offset: int, nbytes: int, what: str = "") -> StorageError:
+        """A ``StorageError`` that says what failed, where, how much, why, and what to do."""
+        code = cause.errno or 0
+        name = errno_codes.errorcode.get(code, str(code))
+        if code == errno_codes.EBADMSG:
+            name, reason = "checksum", "the bytes that came back are not those that were written"
+        else:
+            reason = os.strerror(code)
+        message = (
+            f"{doing} {format_bytes(nbytes)}{what} at offset {offset} of the scratch file in "
+            f"{self.directory!r} failed: {name} ({reason}); {self._advice(code)}"
+        )
+        return StorageError(message, code)
+
+    def _advice(self, code: int) -> str:
+        if code in (errno_codes.ENOSPC, errno_codes.EDQUOT):
+            free = os.statvfs(self.directory)
+            return (
+                f"{format_bytes(free.f_bavail * free.f_frsize)} are free there: free some space, lower "
+                "disk_budget, or name another disk_dir"
+            )
+        if code == errno_codes.EFBIG:
+            return "the process or file system limits the size of a file (ulimit -f): raise it or lower disk_budget"
+        return "check the disk (dmesg, smartctl), or name another disk_dir"

@@ -1,0 +1,290 @@
+"""Tiers: moves blocks between memory and disk within the budgets. It decides when; blocks know how.
+
+Bytes on their way out are bounded by ``window_bytes`` and bytes brought back early by ``prefetch_bytes``; both
+live in one arena. When the window is full the forward waits (backpressure) and does not run out of memory.
+When anything on the way out fails, the tensor stays where it is, or in its slot: training goes on.
+"""
+
+import errno
+import os
+import threading
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from offload.block import Block, State, Ticket
+from offload.budget import Budget, Reservation
+from offload.config import Config
+from offload.engines import Engine, Request, Slot, open_engine
+from offload.errors import StorageError
+from offload.lanes import CpuLane, Lane
+from offload.live import LiveBytes
+from offload.report import Counters
+from offload.store import DiskStore, Extent
+from offload.trace import Trace, now_ns
+
+
+class _Transfer(NamedTuple):
+    """A read or write in flight, and all that must not be reused before it has completed."""
+
+    request: Request
+    slot: Slot
+    extent: Extent
+    hold: Reservation | None  # of the window, for a write
+    block: "weakref.ref[Block]"  # weak: the graph may be dropped meanwhile
+
+    @property
+    def is_write(self) -> bool:
+        return self.hold is not None
+
+
+class Tiers:
+    """Device, host and disk for the blocks of one session. The caller holds ``lock`` around every call."""
+
+    def __init__(self, config: Config) -> None:
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.trace = Trace()
+        self.live = LiveBytes()
+        self.counters = Counters()
+        self.error: StorageError | None = None  # the first of this step
+        self._config = config
+        self._engine: Engine = open_engine(config)
+        self._arena = self._engine.arena(config.arena_bytes)
+        self._lane: Lane = CpuLane(self._engine)
+        self._store = DiskStore(self._engine, config.disk_dir, config.disk_budget)
+        self._window = Budget(config.window_bytes)
+        self._ahead = Budget(config.prefetch_bytes)
+        self._tail: deque[weakref.ref[Block]] = deque()  # newest blocks, still on the device
+        self._tail_bytes = 0  # of all in the queue, also of those that have died in it
+        self._copies: deque[tuple[Block, Extent, Reservation]] = deque()
+        self._writes: deque[_Transfer] = deque()
+        self._reads: deque[_Transfer] = deque()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, counters: Counters) -> None:
+        """Count into ``counters`` from now on, and try the disk again if it had failed."""
+        self.counters = counters
+        self.error = None
+        self._tail = deque(r for r in self._tail if r() is not None)
+        self._tail_bytes = sum(b.nbytes for b in (r() for r in self._tail) if b is not None)
+        self._store.budget.peak_bytes = self._store.budget.used_bytes
+
+    def flush(self) -> None:
+        """Send the tail out too: no backward is about to ask for it."""
+        self._shrink_tail(0)
+
+    def close(self) -> None:
+        """Finish what is in flight and let go of threads and file."""
+        for transfers in (self._writes, self._reads):
+            while transfers:
+                self._cancelled(transfers[0])
+                self._settle(transfers.popleft())
+        self._engine.close()
+
+    # -- out -------------------------------------------------------------------------------------------------
+
+    def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Take on a new block. It joins the tail; what no longer fits there starts on its way to the disk."""
+        self.poll()
+        self.live.track(storage)
+        self._tail.append(weakref.ref(block))
+        self._tail_bytes += block.nbytes
+        keep_bytes = self._config.keep_last_bytes
+        self._shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
+        self._sample()
+
+    def _shrink_tail(self, keep_bytes: int) -> None:
+        while self._tail_bytes > keep_bytes:
+            block = self._tail.popleft()()
+            if block is None:
+                # Its bytes were counted; which of the queue they were is not known any more.
+                self._tail_bytes = sum(b.nbytes for b in (r() for r in self._tail) if b is not None)
+                continue
+            self._tail_bytes -= block.nbytes
+            self._send_out(block)
+
+    def _send_out(self, block: Block) -> None:
+        """LIVE -> ... -> SPILLING, or leave the block where it is and count why."""
+        if block.state is not State.LIVE or block.witness.modified:
+            return  # modified since it was saved: these are not the bytes; unpack says so
+        if self.error is not None:
+            self.counters.kept_bytes["error"] += block.nbytes
+            return
+        try:
+            extent = self._store.allocate(block.nbytes)
+            room = self._room(block.nbytes) if extent is not None else None
+        except StorageError as e:
+            self._fail(e)
+            self.counters.kept_bytes["error"] += block.nbytes
+            return
+        if extent is None or room is None:
+            self.counters.kept_bytes["budget"] += block.nbytes
+            return
+        slot, hold = room
+        self._sample()  # the original and its slot are both alive now
+        block.offload(self._lane, slot, checksum=self._config.verify)
+        self._copies.append((block, extent, hold))
+        self.counters.offloaded_blocks += 1
+        self.counters.offloaded_bytes += block.nbytes
+        self.counters.peak_disk_bytes = max(self.counters.peak_disk_bytes, self._store.budget.peak_bytes)
+        self._spill_copied()
+
+    def _spill_copied(self) -> None:
+        """OFFLOADING -> SPILLING for every block whose copy out has completed."""
+        while self._copies and self._copies[0][0].copied_out():
+            block, extent, hold = self._copies.popleft()
+            block.settle_offload()
+            assert block.slot is not None
+            slot = block.slot
+            request = block.spill(self._store, extent)
+            self._writes.append(_Transfer(request, slot, extent, hold, weakref.ref(block)))
+
+    def _room(self, nbytes: int) -> tuple[Slot, Reservation] | None:
+        """A slot within the window; waits for writes to make room. ``None``: waiting would not help."""
+        started_ns = 0
+        try:
+            while True:
+                hold = self._window.reserve(nbytes, alone=True)
+                slot = self._slot(nbytes) if hold is not None else None
+                if hold is not None and slot is not None:
+                    return slot, hold
+                del hold
+                if not self._writes:
+                    return None
+                started_ns = started_ns or now_ns()
+                self._cancelled(self._writes[0])
+                self._settle(self._writes.popleft())
+        finally:
+            if started_ns:
+                self._waited("backpressure_ns", started_ns)
+
+    def _slot(self, nbytes: int) -> Slot | None:
+        """A slot of the arena; what is larger than the whole arena travels alone in memory of its own."""
+        if nbytes > self._arena.capacity_bytes:
+            return self._arena.allocate_outside(nbytes)
+        return self._arena.allocate(nbytes)
+
+    def poll(self) -> None:
+        """Take note of what has completed. Never waits."""
+        self._spill_copied()
+        for transfers in (self._writes, self._reads):
+            while transfers and (transfers[0].request.done() or self._cancelled(transfers[0])):
+                self._settle(transfers.popleft())
+
+    def _cancelled(self, transfer: _Transfer) -> bool:
+        """Cancel what nobody waits for any more; False if it has begun, and has to be seen out."""
+        return transfer.block() is None and transfer.request.cancel()
+
+    def _settle(self, transfer: _Transfer) -> None:
+        """See out one transfer, waiting if need be, and count it.
+
+        A write that failed leaves the block in its slot. A read that failed is the business of whoever asks.
+        """
+        block, request, nbytes = transfer.block(), transfer.request, transfer.extent.nbytes
+        try:
+            if transfer.is_write and block is not None and block.request is request:
+                block.settle_spill()
+            else:
+                request.wait()
+        except OSError as e:
+            if e.errno == errno.ECANCELED:
+                self.counters.cancelled_bytes += nbytes
+            elif transfer.is_write:
+                self._fail(self._store.error("writing", e, transfer.extent.offset, nbytes))
+            return
+        times = (request.start_ns, request.end_ns)
+        self.counters.transfers.append(times)
+        if transfer.is_write:
+            self.counters.written_bytes += nbytes
+        else:
+            self.counters.read_bytes += nbytes
+        self.trace.emit("write" if transfer.is_write else "read", block.id if block else -1, nbytes, *times)
+
+    # -- back ------------------------------------------------------------------------------------------------
+
+    def prefetch(self, block: Block) -> bool:
+        """Start bringing ``block`` back; False if there is no room for it now."""
+        hold = self._ahead.reserve(block.nbytes, alone=True)
+        slot = self._slot(block.nbytes) if hold is not None else None
+        if slot is None:
+            return False
+        self._fetch(block, slot, hold)
+        return True
+
+    def _fetch(self, block: Block, slot: Slot, hold: Reservation | None) -> None:
+        assert block.extent is not None
+        extent = block.extent
+        request = block.fetch(self._store, slot, urgent=hold is None, reservation=hold)
+        self._reads.append(_Transfer(request, slot, extent, None, weakref.ref(block)))
+        self._sample()
+
+    def demand(self, block: Block) -> None:
+        """Backward wants ``block`` now: note how near it is, and start an urgent read if it is on the disk."""
+        self.poll()
+        counters = self.counters
+        if block.state is State.FETCHING and block.request is not None and not block.request.done():
+            counters.lates += 1
+            block.request.promote()
+        elif block.state is State.DISK and block.resident() is None:
+            counters.misses += 1
+            slot = self._slot(block.nbytes) or self._arena.allocate_outside(block.nbytes)
+            self._fetch(block, slot, None)
+        else:
+            counters.hits += 1
+            if block.state is not State.FETCHING:
+                counters.forwarded_bytes += block.nbytes
+
+    def take(self, ticket: Ticket) -> torch.UntypedStorage:
+        """The device storage of the ticket's demanded block, ordered before the caller's work.
+
+        Raises:
+            StorageError: the bytes could not be brought back.
+        """
+        block = ticket.block
+        storage = block.resident()
+        if storage is None:
+            if block.state is State.FETCHING:
+                self._wait_for_read(block, ticket)
+            block.reload(self._lane)
+            storage = block.resident()
+            assert storage is not None
+            if block.state is State.HOST and block.extent is not None:
+                block.release_slot()  # on cpu the storage aliases the slot and keeps its memory
+        block.serve(ticket)
+        return storage
+
+    def _wait_for_read(self, block: Block, ticket: Ticket) -> None:
+        assert block.request is not None and block.extent is not None
+        extent, started_ns = block.extent, 0 if block.request.done() else now_ns()
+        try:
+            block.settle_fetch()
+        except OSError as e:
+            what = f" (saved tensor {ticket.layout})"
+            raise self._store.error("reading", e, extent.offset, extent.nbytes, what) from e
+        finally:
+            if started_ns:
+                self._waited("stall_ns", started_ns)
+
+    # -- figures ---------------------------------------------------------------------------------------------
+
+    def _waited(self, counter: str, started_ns: int) -> None:
+        ended_ns = now_ns()
+        setattr(self.counters, counter, getattr(self.counters, counter) + ended_ns - started_ns)
+        self.counters.waits.append((started_ns, ended_ns))
+        self.trace.emit(counter.removesuffix("_ns"), -1, 0, started_ns, ended_ns)
+
+    def _sample(self) -> None:
+        held = self._arena.used_bytes + self._arena.outside_bytes
+        counters = self.counters
+        counters.peak_arena_bytes = max(counters.peak_arena_bytes, held)
+        counters.peak_live_bytes = max(counters.peak_live_bytes, held + self.live.alive_bytes)
+
+    def _fail(self, error: StorageError) -> None:
+        """Note the step's first failure of the disk. Nothing more is sent out until the next step."""
+        if self.error is None:
+            self.error = error
+            self.counters.warnings[f"{error}. Tensors stay in memory for the rest of this step"] += 1

@@ -1,0 +1,60 @@
+"""Bytes and times: read from what people write, printed as people read."""
+
+import humanfriendly
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A size in bytes from an int or a text like ``"8GiB"``, ``"500 MB"`` or ``"4096"``.
+
+    Args:
+        value: bytes as an int, or a number with a unit (MiB is 2**20, MB is 10**6).
+        name: the option this is for, named in the error.
+
+    Raises:
+        TypeError: ``value`` is neither an int nor a str.
+        ValueError: the text is no size, or the size is negative.
+
+    Example:
+        >>> parse_bytes("1.5MiB", "min_offload_bytes")
+        1572864
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f"{name} is {value!r} ({type(value).__name__}); give bytes as an int or a text like '8GiB'"
+        )
+    if isinstance(value, str):
+        if value.lstrip().startswith("-"):
+            raise ValueError(f"{name} is {value!r}; a size cannot be negative")
+        try:
+            return humanfriendly.parse_size(value)
+        except humanfriendly.InvalidSize:
+            raise ValueError(
+                f"{name} is {value!r}, which is no size; write for example '64MiB', '8GiB' or 1048576"
+            ) from None
+    if value < 0:
+        raise ValueError(f"{name} is {value}; a size cannot be negative")
+    return value
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """Bytes as people read them.
+
+    Example:
+        >>> format_bytes(3 * 2**20)
+        '3 MiB'
+        >>> format_bytes(100)
+        '100 bytes'
+    """
+    return humanfriendly.format_size(int(nbytes), binary=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with a unit that keeps three digits readable.
+
+    Example:
+        >>> format_seconds(0.0123)
+        '12.3 ms'
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
