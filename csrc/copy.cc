@@ -27,8 +27,6 @@ namespace {
 constexpr size_t kChunkBytes = size_t{1} << 20;
 // Copies from here on stream past the cache.
 constexpr size_t kStreamFromBytes = size_t{4} << 20;
-// A checksummed copy alternates between the two in blocks that stay in the second-level cache.
-constexpr size_t kCrcBlockBytes = size_t{48} << 10;
 constexpr int kMaxHelpers = 7;
 
 #if defined(__x86_64__)
@@ -118,22 +116,14 @@ class Job {
     std::byte* dst = dst_ + i * kChunkBytes;
     const std::byte* src = src_ + i * kChunkBytes;
     const size_t nbytes = ChunkBytes(i);
-    const auto copy_bytes = nbytes_ >= kStreamFromBytes ? &StreamCopy : &PlainCopy;
-    if (crcs_.empty()) {
-      copy_bytes(dst, src, nbytes);
-      return;
+    const Stores stores = nbytes_ >= kStreamFromBytes ? Stores::kStreaming : Stores::kCached;
+    if (!crcs_.empty()) {
+      crcs_[i] = Crc32cCopy(dst, src, nbytes, stores);
+    } else if (stores == Stores::kStreaming) {
+      StreamCopy(dst, src, nbytes);
+    } else {
+      std::memcpy(dst, src, nbytes);
     }
-    uint32_t crc = 0;
-    for (size_t done = 0; done < nbytes; done += kCrcBlockBytes) {
-      const size_t block = std::min(kCrcBlockBytes, nbytes - done);
-      crc = Crc32c(crc, src + done, block);
-      copy_bytes(dst + done, src + done, block);
-    }
-    crcs_[i] = crc;
-  }
-
-  static void PlainCopy(std::byte* dst, const std::byte* src, size_t nbytes) {
-    std::memcpy(dst, src, nbytes);
   }
 
   std::byte* const dst_;
