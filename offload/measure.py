@@ -1,4 +1,4 @@
-"""Measuring a training step in a process of its own: memory marks, fingerprints, worker processes.
+"""Measuring a step in a process of its own: memory marks, meters, fingerprints, worker processes.
 
 Memory and time of a step depend on what the process did before, so whatever is compared runs in
 fresh processes. A worker prints one JSON object a line on its standard output; what goes wrong
@@ -17,18 +17,25 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from attrs import fields
+from torch import Tensor, nn
 
+from offload.config import Config
 from offload.errors import OffloadError
+from offload.live import LiveBytesMeter
+from offload.session import Session
 
 __all__ = [
     "MemoryMark",
     "Spread",
+    "activation_meter",
     "fingerprint",
     "mark_memory",
+    "session_options",
     "worker_messages",
 ]
 
@@ -84,7 +91,14 @@ class MemoryMark:
 
 
 def mark_memory() -> MemoryMark:
-    """Remember resident memory as it is now, and restart the kernel's record of its peak."""
+    """Remember resident memory as it is now, and restart the kernel's record of its peak.
+
+    Memory that was freed, but that the C library keeps for later, is given back before: it would
+    hide the growth that follows.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have none
+    if trim is not None:
+        trim(0)
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
         exact = True
@@ -99,6 +113,52 @@ def _status_bytes(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def activation_meter(model: nn.Module, session: Session | None = None) -> LiveBytesMeter:
+    """A meter of the activations of ``model``, to be entered inside ``session.step()``.
+
+    Args:
+        model: its parameters and buffers do not count.
+        session: the session in use, whose staging memory counts as activations.
+    """
+    staged = None if session is None else partial(_staged_bytes, session)
+    return LiveBytesMeter(exclude=[*model.parameters(), *model.buffers()], extra_bytes=staged)
+
+
+def _staged_bytes(session: Session) -> int:
+    arena = session._tiers._arena
+    return arena.used_bytes + arena.outside_bytes
+
+
+def session_options(texts: Iterable[str], **named: object) -> dict[str, Any]:
+    """Session options from command-line texts ``name=value``, checked as a session would.
+
+    Args:
+        texts: values are read as JSON where they are JSON (``2``, ``true``), else as they stand.
+        **named: options that have a command-line option of their own; None is not given.
+
+    Raises:
+        TypeError, ValueError: an option that a session would refuse; the message says the fix.
+
+    Example:
+        >>> session_options(["window_bytes=32MiB", "io_threads=4"], engine=None)
+        {'window_bytes': '32MiB', 'io_threads': 4}
+    """
+    options: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r} is no NAME=VALUE, as in window_bytes=32MiB")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    known = {f.name for f in fields(Config)}
+    for name in options.keys() - known:
+        raise ValueError(f"a session has no option {name!r}; it has {', '.join(sorted(known))}")
+    Config(**options)
+    return options
 
 
 @dataclass(frozen=True)
