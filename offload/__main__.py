@@ -1,0 +1,21 @@
+"""The command ``offload``, also ``python -m offload``. A subcommand is a module of its own."""
+
+from __future__ import annotations
+
+import click
+
+from offload import __version__, demo
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="offload")
+def main() -> None:
+    """Train with activations kept on disk between forward and backward."""
+
+
+main.add_command(demo.command)
+
+if __name__ == "__main__":
+    main(prog_name="offload")
