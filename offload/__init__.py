@@ -8,14 +8,20 @@
             optimizer.step()
         print(session.report())
 
-Glossary: a *saved tensor* is what autograd keeps for backward; a *block* is the bytes of one storage; a *tier*
-is where bytes may live (device, host, disk); to *spill* is to write a block to disk and to *fetch* is to read it
-back; the *arena* is the host memory through which blocks pass, a *slot* one region of it; an *extent* is a
-region of the scratch file.
+Glossary: a *saved tensor* is what autograd keeps for backward; a *block* is the bytes of one
+storage; a *tier* is where bytes may live (device, host, disk); to *spill* is to write a block to
+disk and to *fetch* is to read it back; the *arena* is the host memory through which blocks pass, a
+*slot* one region of it; an *extent* is a region of the scratch file.
 """
 
 from offload.config import Config
-from offload.errors import ModifiedInPlaceError, OffloadError, OffloadWarning, StateError, StorageError
+from offload.errors import (
+    ModifiedInPlaceError,
+    OffloadError,
+    OffloadWarning,
+    StateError,
+    StorageError,
+)
 from offload.plan import Placement, Policy, SavedTensor, offload_all
 from offload.report import StepReport
 from offload.session import Session

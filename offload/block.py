@@ -1,4 +1,4 @@
-"""Block: the bytes of one storage, and where they are now. Ticket: one saved tensor's claim on a block.
+"""Block: the bytes of one storage, and where they are. Ticket: a saved tensor's claim on one.
 
     state        host slot     disk extent    leaves by
     LIVE                                      offload -> OFFLOADING
@@ -8,16 +8,18 @@
     DISK                       x              fetch -> FETCHING
     FETCHING     being filled  x              settle_fetch -> HOST, or DISK if the read failed
 
-The state names the copy that lasts. (x): held if the bytes came from there. The device storage stands beside
-it: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that is shared by all tickets until
-each has been served, and known weakly for as long as anybody else holds it.
+The state names the copy that lasts. (x): held if the bytes came from there. The device storage
+stands beside it: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that is
+shared by all tickets until each has been served, and known weakly for as long as anybody else
+holds it.
 
 One method is one transition. It opens with the states it accepts and sets the new state last.
 
-[Note: ownership is lifetime] Nobody frees a block. Autograd holds tickets, tickets hold the block, the block
-holds its slot, its extent and its device storage, and each of those returns what it stands for when it dies.
-A dropped graph, an exception or a retained graph needs no code here. What is in flight is held by whoever
-watches the request as well, so that neither memory nor disk space is used again under a running transfer.
+[Note: ownership is lifetime] Nobody frees a block. Autograd holds tickets, tickets hold the block,
+the block holds its slot, its extent and its device storage, and each of those returns what it
+stands for when it dies. A dropped graph, an exception or a retained graph needs no code here. What
+is in flight is held by whoever watches the request as well, so that neither memory nor disk space
+is used again under a running transfer.
 """
 
 import itertools
@@ -25,7 +27,7 @@ import weakref
 from enum import Enum, auto
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
 from offload.budget import Reservation
 from offload.engines import Request, Slot
@@ -46,6 +48,10 @@ class State(Enum):
     FETCHING = auto()
 
 
+def _weak(storage: torch.UntypedStorage) -> _StorageWeakRef:
+    return _StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
 _block_ids = itertools.count()
 _NOTHING = torch.empty(0)
 
@@ -53,40 +59,42 @@ _NOTHING = torch.empty(0)
 class VersionWitness:
     """Tells whether a tensor was modified in place since, without holding its memory.
 
-    A detached alias shares the version counter of the tensor it came from; giving it other data lets the
-    memory go and leaves the counter. torch itself makes this check unless a saved-tensor hook is active, so
-    the hooks have to make it.
+    A detached alias shares the version counter of the tensor it came from; giving it other data
+    lets the memory go and leaves the counter. torch itself makes this check unless a saved-tensor
+    hook is active, so the hooks have to make it.
     """
 
-    __slots__ = ("_alias", "_version")
+    __slots__ = ("_version", "counter")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = tensor._version
-        self._alias = tensor.detach()
-        self._alias.data = _NOTHING
+        self.counter = tensor.detach()
+        self.counter.data = _NOTHING
 
     @property
     def modified(self) -> bool:
         """Whether the version counter has moved."""
-        return self._alias._version != self._version
+        return self.counter._version != self._version
 
     def check(self, layout: TensorLayout) -> None:
         """Raise ``ModifiedInPlaceError`` if it was, as torch would."""
         if self.modified:
-            raise modified_in_place(layout, self._alias._version, self._version)
+            raise modified_in_place(layout, self.counter._version, self._version)
 
 
 def modified_in_place(layout: TensorLayout, version: int, expected: int) -> ModifiedInPlaceError:
-    """torch's own words for it, so that what people search for is found."""
+    """The error in torch's own words, so that what people search for is found."""
     return ModifiedInPlaceError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{layout}] is at version {version}; expected version {expected} instead. Hint: "
-        "torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{layout}] is at version {version}; expected version {expected} instead. "
+        "Hint: torch.autograd.set_detect_anomaly(True) finds the operation whose gradient failed"
     )
 
 
 class Ticket:
-    """What autograd holds in place of a saved tensor: how it views a block, and a claim on that block."""
+    """What autograd holds in place of a saved tensor: how it views a block, and a claim on that
+    block.
+    """
 
     __slots__ = ("__weakref__", "block", "layout", "ordinal", "served", "tape", "witness")
 
@@ -133,15 +141,23 @@ class Block:
         self.extent: Extent | None = None
         self.checksum: int | None = None
         self.request: Request | None = None  # of the transfer in flight
-        self.reservation: Reservation | None = None  # of prefetched bytes that nobody has asked for yet
+        self.reservation: Reservation | None = (
+            None  # of prefetched bytes that nobody has asked for yet
+        )
         self._fence: Fence | None = None
         self._device: torch.UntypedStorage | None = storage
-        # Held for as long as the block lives: while it is, torch does not give the storage's address to
-        # another one, so the address is a safe key. It also finds the original if somebody keeps it alive.
-        self._origin = StorageWeakRef(storage)
+        # Held for as long as the block lives: while it is, torch does not give the storage's
+        # address to another one, so the address is a safe key. It also finds the original if
+        # somebody keeps it alive.
+        self._origin = _weak(storage)
         self._device_ref = self._origin
 
-    # -- out -------------------------------------------------------------------------------------------------
+    # -- out --------------------------------------------------------------------------------------
+
+    def intact(self) -> bool:
+        """Whether the device still has the bytes that were saved: not modified, not resized."""
+        device = self._device
+        return device is not None and device.nbytes() == self.nbytes and not self.witness.modified
 
     def offload(self, lane: Lane, slot: Slot, *, checksum: bool) -> None:
         """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
@@ -171,7 +187,9 @@ class Block:
         return self.request
 
     def settle_spill(self) -> None:
-        """SPILLING -> DISK: the bytes are on the disk, the slot may go. Raises ``OSError`` and -> HOST if not."""
+        """SPILLING -> DISK: the bytes are on the disk, the slot may go. Raises ``OSError`` and ->
+        HOST if not.
+        """
         self._expect(State.SPILLING)
         assert self.request is not None
         try:
@@ -183,9 +201,11 @@ class Block:
         self.request = self.slot = None
         self.state = State.DISK
 
-    # -- back ------------------------------------------------------------------------------------------------
+    # -- back -------------------------------------------------------------------------------------
 
-    def fetch(self, store: DiskStore, slot: Slot, *, urgent: bool, reservation: Reservation | None) -> Request:
+    def fetch(
+        self, store: DiskStore, slot: Slot, *, urgent: bool, reservation: Reservation | None
+    ) -> Request:
         """DISK -> FETCHING: start reading the extent into ``slot``."""
         self._expect(State.DISK)
         assert self.extent is not None
@@ -213,7 +233,7 @@ class Block:
         self._expect(State.HOST, State.SPILLING)
         assert self.slot is not None
         self._device, self._fence = lane.copy_in(self.slot)
-        self._device_ref = StorageWeakRef(self._device)
+        self._device_ref = _weak(self._device)
         self.reservation = None
         self.generation += 1
 
@@ -225,7 +245,7 @@ class Block:
         self.slot = self.reservation = None
         self.state = State.DISK
 
-    # -- use -------------------------------------------------------------------------------------------------
+    # -- use --------------------------------------------------------------------------------------
 
     def resident(self) -> torch.UntypedStorage | None:
         """The device storage if there is one now: held here, or kept alive by somebody else."""
@@ -236,16 +256,17 @@ class Block:
             return self._device
         for ref in (self._device_ref, self._origin):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            # FSDP empties the storages of parameters; nothing of that kind becomes a block, but look anyway.
+            # FSDP empties the storages of parameters; nothing of that kind becomes a block, but
+            # look anyway.
             if storage is not None and storage.nbytes() == self.nbytes:
-                return storage  # type: ignore[no-any-return]
+                return storage
         return None
 
     def serve(self, ticket: Ticket) -> None:
         """Count ``ticket`` as served, and let a reloaded copy go once every ticket has been.
 
-        Without this, a storage that two operators saved would be read twice; with a reference held for as
-        long as the block lives, a retained graph would fill the memory again.
+        Without this, a storage that two operators saved would be read twice; with a reference held
+        for as long as the block lives, a retained graph would fill the memory again.
         """
         ticket.served = self.generation
         if self.state in (State.LIVE, State.OFFLOADING):
@@ -257,4 +278,6 @@ class Block:
     def _expect(self, *states: State) -> None:
         if self.state not in states:
             wanted = " or ".join(s.name for s in states)
-            raise StateError(f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected {wanted}")
+            raise StateError(
+                f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected {wanted}"
+            )

@@ -1,4 +1,4 @@
-"""Budget: a byte ledger with a hard limit. A reservation lasts as long as the object that stands for it."""
+"""Budget: a byte ledger with a hard limit. A reservation lasts as long as its object."""
 
 from collections import deque
 
@@ -6,8 +6,8 @@ from collections import deque
 class Reservation:
     """``nbytes`` of a budget, given back when this object dies.
 
-    It may die anywhere, also inside the garbage collector while the ledger is being read, so its death only
-    appends to a queue; the ledger is settled by the next call that looks at it.
+    It may die anywhere, also inside the garbage collector while the ledger is being read, so its
+    death only appends to a queue; the ledger is settled by the next call that looks at it.
     """
 
     __slots__ = ("_returned", "nbytes")
@@ -51,8 +51,8 @@ class Budget:
 
         Args:
             nbytes: bytes to reserve.
-            alone: admit an item larger than the whole limit when nothing else is reserved, so that it can pass
-                at all (without this such an item would wait for ever).
+            alone: admit an item larger than the whole limit when nothing else is reserved; without
+                this it would wait for ever.
         """
         used = self.used_bytes
         if used + nbytes > self.limit_bytes and not (alone and used == 0):

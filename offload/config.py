@@ -5,7 +5,6 @@ import tempfile
 from typing import Any, Literal
 
 import attrs
-import torch
 from attrs import Attribute, Converter, field
 
 from offload.machine import filesystem_of
@@ -23,23 +22,28 @@ def _to_bytes_or_none(value: int | str | None, attribute: "Attribute[Any]") -> i
 
 
 def _to_directory(value: str | os.PathLike[str] | None) -> str:
-    """An existing, writable directory: the one given, else ``$OFFLOAD_DIR``, else the temporary directory."""
+    """An existing, writable directory: the one given, else ``$OFFLOAD_DIR``, else the temporary
+    directory.
+    """
     given = value if value is not None else os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"disk_dir is {given!r} ({type(given).__name__}); give a path as text")
     path = os.path.abspath(os.fspath(given))
     if not os.path.isdir(path):
         found = "is not a directory" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"disk_dir {path!r} {found}; create it or name another one (also by $OFFLOAD_DIR)")
+        raise ValueError(
+            f"disk_dir {path!r} {found}; create it or name another one (also by $OFFLOAD_DIR)"
+        )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"disk_dir {path!r} is not writable by this user; choose another directory")
+        raise ValueError(
+            f"disk_dir {path!r} is not writable by this user; choose another directory"
+        )
     return path
 
 
-_sizes = Converter(_to_bytes, takes_field=True)
-_optional_sizes = Converter(_to_bytes_or_none, takes_field=True)
-
-
-def _size(default: int) -> Any:
-    return field(default=default, converter=_sizes)
+def _size(default: int | None) -> Any:
+    convert = _to_bytes if default is not None else _to_bytes_or_none
+    return field(default=default, converter=Converter(convert, takes_field=True))
 
 
 def _one_of(*choices: object) -> Any:
@@ -57,22 +61,23 @@ class Config:
 
     Args:
         device: whose activations are managed. ``"cpu"``: they go from memory to disk.
-        engine: ``"native"`` (C++) or ``"aio"`` (Python, works without a compiler). ``None``: native where the
-            extension was built, else aio with one warning.
-        disk_dir: directory of the scratch file. ``None``: ``$OFFLOAD_DIR``, else the system's temporary
-            directory. The file has no name from the start, so nothing of it survives the process.
-        disk_budget: most bytes on disk. ``None``: what the file system has.
-        host_budget: most bytes of host memory that hold copies on their way out or back. ``None``:
-            ``window_bytes + prefetch_bytes``.
+        engine: ``"native"`` (C++) or ``"aio"`` (Python, works without a compiler). ``None``: native
+            where the extension was built, else aio with one warning.
+        disk_dir: directory of the scratch file. ``None``: ``$OFFLOAD_DIR``, else the system's
+            temporary directory. The file never has a name, so nothing of it survives the process.
+        disk_budget: most bytes of that file. ``None``: what the file system has.
+        host_budget: most bytes of host memory that hold copies on their way out or back.
+            ``None``: ``window_bytes + prefetch_bytes``.
         min_offload_bytes: storages smaller than this stay where they are.
-        window_bytes: most bytes on their way out at one time; the forward waits when it is reached. A storage
-            larger than this passes alone.
-        prefetch_bytes: most bytes brought back before backward has asked for them.
-        keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at once. The
-            newest storage stays even if it is larger; 0 offloads everything as it is saved.
+        window_bytes: most bytes on their way out at one time; the forward waits when it is
+            reached. A storage larger than this passes alone.
+        prefetch_bytes: most bytes brought back before backward has asked for them; 0 for none.
+        keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
+            once. The newest storage stays even if it is larger; 0 sends everything out at once.
         verify: check a CRC of every block that comes back.
-        on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step goes on; one
-            warning and the report say so. ``"raise"``: the step raises ``StorageError`` at its end as well.
+        on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
+            goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
+            ``StorageError`` at its end.
         io_threads: threads that read and write.
         io_block_bytes: the largest single read or write.
 
@@ -85,11 +90,13 @@ class Config:
         33554432
     """
 
-    device: str = field(default="cpu")
-    engine: Literal["native", "aio"] | None = field(default=None, validator=_one_of(None, "native", "aio"))
+    device: str = field(default="cpu", converter=str)
+    engine: Literal["native", "aio"] | None = field(
+        default=None, validator=_one_of(None, "native", "aio")
+    )
     disk_dir: str = field(default=None, converter=_to_directory)
-    disk_budget: int | None = field(default=None, converter=_optional_sizes)
-    host_budget: int | None = field(default=None, converter=_optional_sizes)
+    disk_budget: int | None = _size(None)
+    host_budget: int | None = _size(None)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(48 * MiB)
     prefetch_bytes: int = _size(48 * MiB)
@@ -102,12 +109,18 @@ class Config:
     @property
     def arena_bytes(self) -> int:
         """Host memory for bytes on their way: ``host_budget``, or both windows together."""
-        return self.host_budget if self.host_budget is not None else self.window_bytes + self.prefetch_bytes
+        return (
+            self.host_budget
+            if self.host_budget is not None
+            else self.window_bytes + self.prefetch_bytes
+        )
 
     @device.validator
     def _check_device(self, _: object, value: str) -> None:
-        if not isinstance(value, str) or torch.device(value).type != "cpu":
-            raise ValueError(f"device is {value!r}; this version manages the activations of 'cpu' only")
+        if value.partition(":")[0] != "cpu":
+            raise ValueError(
+                f"device is {value!r}; this version manages the activations of 'cpu' only"
+            )
 
     @io_threads.validator
     def _check_io_threads(self, _: object, value: int) -> None:
@@ -132,6 +145,6 @@ class Config:
         if not filesystem.in_memory:
             return []
         return [
-            f"disk_dir {self.disk_dir!r} is on {filesystem.kind}, which keeps files in memory: offloading there "
-            "frees nothing; name a directory on a disk"
+            f"disk_dir {self.disk_dir!r} is on {filesystem.kind}, which keeps files in memory: "
+            "offloading there frees nothing; name a directory on a disk"
         ]

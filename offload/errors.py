@@ -1,13 +1,18 @@
 """Everything the package raises on purpose at run time.
 
     OffloadError(RuntimeError)
-     |- StorageError            the disk tier failed: what was done, where, how much, the errno
-     |- ModifiedInPlaceError    a saved tensor was changed before its backward, as torch itself reports it
-     '- StateError              a rule of ours was broken: out-of-order exit, use after a fork, a bug
+     |- StorageError            the disk tier failed: what, where, how much, the errno
+     |- ModifiedInPlaceError    a saved tensor was changed before its backward
+     '- StateError              a rule was broken: exit out of order, use after a fork, a bug
 
-A mistake in an argument is a ``ValueError`` or ``TypeError`` where the argument is given. ``OffloadWarning``
-is the category of every warning. This module imports nothing.
+A mistake in an argument is a ``ValueError`` or ``TypeError`` where the argument is given.
+``OffloadWarning`` is the category of every warning, ``warn_user`` the way to give one. Nothing of
+the package is imported here.
 """
+
+import os
+import sys
+import warnings
 
 
 class OffloadError(RuntimeError):
@@ -29,8 +34,9 @@ class StorageError(OffloadError):
 class ModifiedInPlaceError(OffloadError):
     """A tensor saved for backward was modified in place before backward needed it.
 
-    torch raises a plain ``RuntimeError`` for this; any saved-tensor hook switches its check off, so the
-    session makes the check itself and raises this subclass of ``RuntimeError`` with the same meaning.
+    torch raises a plain ``RuntimeError`` for this; any saved-tensor hook switches its check off,
+    so the session makes the check itself and raises this subclass of ``RuntimeError`` with the
+    same meaning.
     """
 
 
@@ -40,3 +46,13 @@ class StateError(OffloadError):
 
 class OffloadWarning(UserWarning):
     """The step goes on, but not the way it was configured: the message says why and what to do."""
+
+
+def warn_user(message: str) -> None:
+    """Give an ``OffloadWarning`` that points at the user's line, not at ours or at torch's."""
+    here = os.path.dirname(__file__)
+    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or here)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((here, torch)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, OffloadWarning, stacklevel=level - 1)

@@ -1,4 +1,4 @@
-"""FreeList: which byte ranges of one linear space are free. First fit, lowest address, neighbours merged."""
+"""FreeList: which ranges of one linear space are free. First fit, lowest first, merged."""
 
 from bisect import bisect_left
 
@@ -6,8 +6,8 @@ from bisect import bisect_left
 class FreeList:
     """Ranges of ``[0, size_bytes)`` handed out and taken back; ``grow`` moves the end.
 
-    The lowest range that fits is taken, so that the space in use stays compact: pages (of memory) and blocks
-    (of a file) that were touched once are used again before new ones are.
+    The lowest range that fits is taken, so that the space in use stays compact: pages (of memory)
+    and blocks (of a file) that were touched once are used again before new ones are.
 
     Example:
         >>> free = FreeList(100)
@@ -48,7 +48,9 @@ class FreeList:
         before = i > 0 and self._offsets[i - 1] + self._lengths[i - 1] > offset
         after = i < len(self._offsets) and self._offsets[i] < offset + nbytes
         if before or after or offset < 0 or offset + nbytes > self.size_bytes:
-            raise ValueError(f"range [{offset}, {offset + nbytes}) is not in use: given back twice?")
+            raise ValueError(
+                f"range [{offset}, {offset + nbytes}) is not in use: given back twice?"
+            )
         self.free_bytes += nbytes
         if i < len(self._offsets) and self._offsets[i] == offset + nbytes:
             nbytes += self._lengths[i]
@@ -65,7 +67,9 @@ class FreeList:
         self.give(offset, nbytes)
 
     def tail_bytes(self) -> int:
-        """Free bytes at the very end: what a request lacks to fit there is ``nbytes - tail_bytes()``."""
+        """Free bytes at the very end: what a request lacks to fit there is ``nbytes -
+        tail_bytes()``.
+        """
         if self._offsets and self._offsets[-1] + self._lengths[-1] == self.size_bytes:
             return self._lengths[-1]
         return 0

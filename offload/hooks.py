@@ -1,13 +1,14 @@
 """pack and unpack: the only code that autograd calls.
 
-[Note: passing a tensor through] What stays where it is is handed to autograd as ``(alias, version)``. The alias
-is detached: the tensor itself would close a cycle through C++ that Python's collector cannot see whenever an
-operation saves its own output. The version restores the in-place check, which torch gives up when hooks are on.
+[Note: passing a tensor through] What stays where it is is handed to autograd as ``(alias,
+version)``. The alias is detached: the tensor itself would close a cycle through C++ that Python's
+collector cannot see whenever an operation saves its own output. The version restores the in-place
+check, which torch gives up when hooks are on.
 
-[Note: what is never moved] Parameters and their views (``Linear`` saves ``weight.t()``), since optimizers and
-sharding libraries write to their storage; the low-precision casts of them that autocast caches; kinds without
-plain bytes (sparse, quantized, nested, fake, wrapper subclasses). The cheapest test comes first: most saved
-tensors are small.
+[Note: what is never moved] Parameters and their views (``Linear`` saves ``weight.t()``), since
+optimizers and sharding libraries write to their storage; the low-precision casts of them that
+autocast caches; kinds without plain bytes (sparse, quantized, nested, fake, wrapper subclasses).
+The cheapest test comes first: most saved tensors are small.
 """
 
 import os
@@ -50,8 +51,11 @@ class Hooks:
         self._policy = policy
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
-        # By storage and version, never by data pointer; see Block._origin for why the address is a safe key.
-        self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
+        # By storage and version, never by data pointer; see Block._origin for why the address is a
+        # safe key.
+        self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
+            weakref.WeakValueDictionary()
+        )
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on."""
@@ -66,7 +70,9 @@ class Hooks:
         return len(self._blocks)
 
     def pair(self, outer: HookPair | None) -> HookPair:
-        """``pack`` and ``unpack`` for one entry of a step; what we do not take goes to ``outer``, the pair before us."""
+        """``pack`` and ``unpack`` for one entry of a step; what we do not take goes to ``outer``,
+        the pair before us.
+        """
         if outer is None:
             return self._pack_or_alias, self.unpack
 
@@ -84,28 +90,34 @@ class Hooks:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse and other kinds without a storage
-            return self._keep("kind", 0)
+            return self._kept("kind", 0)
         if nbytes < self._min_bytes:
-            return self._keep("small", nbytes)
+            return self._kept("small", nbytes)
         if is_parameter_like(tensor) or _is_cast_of_parameter(tensor):
-            return self._keep("parameter", nbytes)
+            return self._kept("parameter", nbytes)
+        if _is_part_of_data(tensor, nbytes):
+            return self._kept("view", nbytes)
         if not _has_plain_bytes(tensor):
-            return self._keep("kind", nbytes)
-        placement = self._policy(SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device))
+            return self._kept("kind", nbytes)
+        placement = self._policy(
+            SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
+        )
         if placement is not Placement.DISK:
             self._tiers.live.track(storage)
-            return self._keep("policy", nbytes)
+            return self._kept("policy", nbytes)
         if self._tiers.pid != os.getpid():  # a forked child must not touch its parent's file
-            return self._keep("fork", nbytes)
+            return self._kept("fork", nbytes)
         if _graph_task_id() != -1:
-            # Saved inside a backward, by a recomputed region or for a double backward: wanted again at once. It
-            # is ours all the same: what checkpoint's own hooks see must not differ from what its forward saw.
-            self._keep("backward", nbytes)
+            # Saved inside a backward, by a recomputed region or for a double backward: wanted
+            # again at once. It is ours all the same: what checkpoint's own hooks see must not
+            # differ from what its forward saw.
+            self._kept("backward", nbytes)
             return tensor.detach(), tensor._version
         return self._take(tensor, storage)
 
-    def _keep(self, reason: str, nbytes: int) -> None:
+    def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
+        return None
 
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ticket:
         witness = VersionWitness(tensor)
@@ -136,7 +148,7 @@ class Hooks:
         with self._tiers.lock:
             self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
-            return ticket.layout.view(self._tiers.take(ticket))
+            return ticket.layout.view(self._tiers.take(ticket), ticket.witness.counter)
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
@@ -148,6 +160,19 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and tensor.untyped_storage().data_ptr() != 0
+    )
+
+
+def _is_part_of_data(tensor: torch.Tensor, storage_bytes: int) -> bool:
+    """Whether it is a small view of something larger that needs no gradient: a batch of a data set.
+
+    Whole storages move, and this one would: a data set copied for the sake of one batch, while its
+    owner keeps it in memory all the same.
+    """
+    return (
+        tensor._base is not None
+        and not tensor.requires_grad
+        and 2 * tensor.numel() * tensor.element_size() < storage_bytes
     )
 
 

@@ -1,8 +1,9 @@
 """Lanes: copies between a device and host slots, ordered against the computation.
 
-A lane returns a ``Fence`` for what it started. On ``device="cpu"`` the device is host memory: a copy out is a
-memory copy that is complete when it returns, and a copy in is no copy at all, as the tensor aliases the slot.
-An accelerator needs a lane of its own and nothing else: the state machine and all above it only see this face.
+A lane returns a ``Fence`` for what it started. On ``device="cpu"`` the device is host memory: a
+copy out is a memory copy that is complete when it returns, and a copy in is no copy at all, as the
+tensor aliases the slot. An accelerator needs a lane of its own and nothing else: the state machine
+and all above it only see this face.
 """
 
 from typing import Protocol
@@ -25,8 +26,12 @@ class Fence(Protocol):
 class Lane(Protocol):
     """Copies in both directions."""
 
-    def copy_out(self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool) -> tuple[Fence, int | None]:
-        """Start copying ``storage`` into ``slot``. ``storage`` must be held until the fence is done."""
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
+        """Start copying ``storage`` into ``slot``. ``storage`` must be held until the fence is
+        done.
+        """
 
     def copy_in(self, slot: Slot) -> tuple[torch.UntypedStorage, Fence]:
         """A device storage with the bytes of ``slot``, in order after the fence."""
@@ -49,7 +54,9 @@ class CpuLane:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def copy_out(self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool) -> tuple[Fence, int | None]:
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
         return DONE, self._engine.copy(slot, storage, checksum=checksum)
 
     def copy_in(self, slot: Slot) -> tuple[torch.UntypedStorage, Fence]:

@@ -8,8 +8,8 @@ import torch
 class TensorLayout(NamedTuple):
     """All that is needed to make the same view of the same bytes again.
 
-    Strides are kept exactly: a tensor that comes back contiguous where it was transposed makes the matrix
-    multiplication of backward take another path, and its gradients differ in the last bits.
+    Strides are kept exactly: a tensor that comes back contiguous where it was transposed makes the
+    matrix multiplication of backward take another path, and its gradients differ in the last bits.
     """
 
     dtype: torch.dtype
@@ -26,15 +26,21 @@ class TensorLayout(NamedTuple):
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
 
-    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this layout over ``storage``: no copy, exact strides and offset."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.storage_offset, self.size, self.stride)  # type: ignore[call-overload]
+    def view(self, storage: torch.UntypedStorage, counter: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout over ``storage``: no copy, exact strides and offset.
+
+        It shares the version counter of ``counter``. Whoever changes it in place is then noticed by
+        all who share that counter, as with the tensor that was saved.
+        """
+        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
+        bare.set_(storage, self.storage_offset, self.size, self.stride)
+        tensor = counter.detach()
+        tensor.data = bare
         if self.conjugate:  # the bytes are those of the unconjugated base; the bit makes the value
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negative else tensor

@@ -13,7 +13,7 @@ _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 class Filesystem(NamedTuple):
     """Where a directory's files would lie."""
 
-    kind: str  # as the kernel names it: "ext4", "xfs", "tmpfs", "overlay"; "unknown" where it does not tell
+    kind: str  # as the kernel names it ("ext4", "tmpfs"), or "unknown"
     mount_point: str
     free_bytes: int
 
@@ -31,7 +31,9 @@ def filesystem_of(directory: str) -> Filesystem:
     """
     path = os.path.realpath(directory)
     holders = [
-        p for p in psutil.disk_partitions(all=True) if os.path.commonpath([path, p.mountpoint]) == p.mountpoint
+        p
+        for p in psutil.disk_partitions(all=True)
+        if os.path.commonpath([path, p.mountpoint]) == p.mountpoint
     ]
     # Of several mounts on one point the last one is what is seen.
     best = max(enumerate(holders), key=lambda e: (len(e[1].mountpoint), e[0]), default=(0, None))[1]
@@ -42,7 +44,9 @@ def filesystem_of(directory: str) -> Filesystem:
 
 
 def total_memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its control group's limit where that is lower."""
+    """Memory this process may use: the machine's, or its control group's limit where that is
+    lower.
+    """
     total = int(psutil.virtual_memory().total)
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -18,8 +18,8 @@ class Placement(Enum):
 class SavedTensor(NamedTuple):
     """What a policy is told of a tensor that autograd is about to save.
 
-    Tensors that never move (parameters and their casts, anything smaller than ``min_offload_bytes``, kinds
-    that cannot be moved exactly) are not asked about.
+    Tensors that never move (parameters and their casts, anything smaller than
+    ``min_offload_bytes``, kinds that cannot be moved exactly) are not asked about.
     """
 
     nbytes: int  # of its whole storage: views of one storage move together

@@ -1,14 +1,17 @@
-"""Prefetcher: which blocks backward will ask for next, brought back ahead of it within the byte window.
+"""Prefetcher: which blocks backward will ask for next, brought back ahead of it within the byte
+window.
 
-It only changes speed: a wrong guess costs a read that somebody needs later or nobody does, never a result.
+It only changes speed: a wrong guess costs a read that somebody needs later or nobody does, never a
+result.
 
-[Note: the order of backward] Autograd runs the nodes of one device in falling order of their sequence numbers,
-which forward hands out in rising order, and one node asks for its saved tensors in the order it saved them.
-So within a forward the order is (-node, index of the save); plain reverse order of the saves is wrong. Several
-forwards may wait for their backward (pipelines run them first in, first out), so the walk starts at the ticket
-that was just asked for and stays in its forward. What this cannot know (which forward comes next, the region of
-a checkpoint whose boundary is numbered before it) is learned: a step that saves the same sizes in the same
-order as the previous one is taken to ask in the same order as well.
+[Note: the order of backward] Autograd runs the nodes of one device in falling order of their
+sequence numbers, which forward hands out in rising order, and one node asks for its saved tensors
+in the order it saved them. So within a forward the order is (-node, index of the save); plain
+reverse order of the saves is wrong. Several forwards may wait for their backward (pipelines run
+them first in, first out), so the walk starts at the ticket that was just asked for and stays in
+its forward. What this cannot know (which forward comes next, the region of a checkpoint whose
+boundary is numbered before it) is learned: a step that saves the same sizes in the same order as
+the previous one is taken to ask in the same order as well.
 """
 
 import threading
@@ -65,7 +68,9 @@ class Recording:
 
     def __init__(self, tapes: list[Tape], asked: list[_Place]) -> None:
         self.signatures = [tape.signature for tape in tapes]
-        self.order = list(dict.fromkeys(asked))  # a second backward over a retained graph adds nothing
+        self.order = list(
+            dict.fromkeys(asked)
+        )  # a second backward over a retained graph adds nothing
         self.rank = {place: rank for rank, place in enumerate(self.order)}
 
     def covers(self, tape: Tape) -> bool:
@@ -117,8 +122,14 @@ class Prefetcher:
                 return
 
     def _upcoming(self, tape: Tape, ordinal: int) -> Iterator[Ticket]:
-        """Tickets in the order they will be asked for, from the first not yet looked at in this backward."""
-        recorded = self._recording.rank.get((tape.number, ordinal)) if self._recording.covers(tape) else None
+        """Tickets in the order they will be asked for, from the first not yet looked at in this
+        backward.
+        """
+        recorded = (
+            self._recording.rank.get((tape.number, ordinal))
+            if self._recording.covers(tape)
+            else None
+        )
         known = recorded is not None
         rank = recorded if recorded is not None else tape.rank(ordinal)
         walk = (torch._C._current_graph_task_id(), -1 if known else id(tape))

@@ -56,20 +56,29 @@ class StepReport:
     Attributes:
         steps: how many steps these figures cover.
         seconds: wall time inside the steps' ``with`` blocks.
-        offloaded_bytes, offloaded_blocks: storages that left memory, each counted once.
-        written_bytes, read_bytes: what really went to the disk and came back.
-        deduplicated_bytes: bytes that were not moved again as another saved tensor shared the storage.
-        kept_bytes: bytes that stayed in memory, by reason: ``small``, ``parameter``, ``kind`` (of tensor),
-            ``policy``, ``budget``, ``error``, ``backward`` (saved by backward itself).
-        hits, lates, misses: when backward asked, the bytes were in memory, on their way, or not yet asked for.
+        offloaded_bytes: storages that left memory, each counted once.
+        offloaded_blocks: how many they were.
+        written_bytes: what really went to the disk, padded to whole pages.
+        read_bytes: what really came back.
+        deduplicated_bytes: not moved again as another saved tensor shared the storage.
+        kept_bytes: bytes that stayed in memory, by reason. ``small``: below the threshold.
+            ``parameter``: a parameter, a view or an autocast copy of one. ``view``: a small part of
+            a larger storage that needs no gradient. ``kind``: a kind of tensor that has no plain
+            bytes. ``policy``, ``budget``, ``error``: so it was decided, there was no room, the disk
+            failed. ``backward``: saved by backward itself. ``fork``: saved in a forked child.
+        hits: backward asked for bytes that were in memory.
+        lates: backward asked for bytes that were on their way.
+        misses: backward asked for bytes that were on the disk.
         forwarded_bytes: asked for while still in memory, so that no read was needed.
-        cancelled_bytes: writes given up as backward had finished with the bytes.
-        stall_seconds: backward waiting for reads. backpressure_seconds: forward waiting for room.
+        cancelled_bytes: transfers given up as nobody needed the bytes any more.
+        stall_seconds: backward waiting for reads.
+        backpressure_seconds: forward waiting for room.
         transfer_seconds: time in which at least one transfer ran.
-        overlap: share of ``transfer_seconds`` in which the computation did not wait for us; ``None`` if
-            nothing was transferred.
-        peak_arena_bytes, peak_live_bytes, peak_disk_bytes: most bytes at one time in the arena, in saved
-            storages and the arena together, and on the disk.
+        overlap: share of ``transfer_seconds`` in which the computation did not wait for us;
+            ``None`` if nothing was transferred.
+        peak_arena_bytes: most host memory in use by bytes on their way.
+        peak_live_bytes: most bytes in saved storages and the arena together.
+        peak_disk_bytes: most bytes in use on the disk.
         warnings: what went otherwise than configured.
     """
 
@@ -102,7 +111,9 @@ class StepReport:
 
     @classmethod
     def summed(cls, reports: "Iterable[StepReport]") -> "StepReport":
-        """Add up reports: times and bytes add, peaks are the largest, the overlap is weighted by time."""
+        """Add up reports: times and bytes add, peaks are the largest, the overlap is weighted by
+        time.
+        """
         parts = list(reports)
         hidden = sum(r.overlap * r.transfer_seconds for r in parts if r.overlap is not None)
         transfer = sum(r.transfer_seconds for r in parts)
@@ -135,24 +146,36 @@ class StepReport:
 
     def table(self) -> Table:
         """The figures for people, as a ``rich`` table."""
-        table = Table(title=f"offload: {self.steps} step{'s' if self.steps != 1 else ''}", show_header=False)
+        table = Table(
+            title=f"offload: {self.steps} step{'s' if self.steps != 1 else ''}", show_header=False
+        )
         table.add_column(style="bold")
         table.add_column()
-        overlap = "no transfers" if self.overlap is None else f"{self.overlap:.1%} of {format_seconds(self.transfer_seconds)}"
-        kept = ", ".join(f"{format_bytes(n)} {why}" for why, n in sorted(self.kept_bytes.items(), key=lambda i: -i[1]))
+        overlap = (
+            "no transfers"
+            if self.overlap is None
+            else f"{self.overlap:.1%} of {format_seconds(self.transfer_seconds)}"
+        )
+        kept = ", ".join(
+            f"{format_bytes(n)} {why}"
+            for why, n in sorted(self.kept_bytes.items(), key=lambda i: -i[1])
+        )
+        size, span = format_bytes, format_seconds
         rows = {
-            "step time": format_seconds(self.seconds),
-            "offloaded": f"{format_bytes(self.offloaded_bytes)} in {self.offloaded_blocks} storages",
-            "written / read": f"{format_bytes(self.written_bytes)} / {format_bytes(self.read_bytes)}",
-            "not moved": f"{format_bytes(self.deduplicated_bytes)} shared, {format_bytes(self.forwarded_bytes)} "
-            f"still in memory, {format_bytes(self.cancelled_bytes)} of writes given up",
+            "step time": span(self.seconds),
+            "offloaded": f"{size(self.offloaded_bytes)} in {self.offloaded_blocks} storages",
+            "written / read": f"{size(self.written_bytes)} / {size(self.read_bytes)}",
+            "not moved": f"{size(self.deduplicated_bytes)} shared, "
+            f"{size(self.forwarded_bytes)} still in memory, "
+            f"{size(self.cancelled_bytes)} of writes given up",
             "kept": kept or "nothing",
-            "backward found": f"{self.hits} in memory, {self.lates} on their way, {self.misses} on disk",
+            "backward found": f"{self.hits} in memory, {self.lates} on their way, "
+            f"{self.misses} on disk",
             "transfer hidden": overlap,
-            "waited": f"{format_seconds(self.stall_seconds)} for reads, "
-            f"{format_seconds(self.backpressure_seconds)} for room",
-            "peaks": f"{format_bytes(self.peak_live_bytes)} live, {format_bytes(self.peak_arena_bytes)} arena, "
-            f"{format_bytes(self.peak_disk_bytes)} disk",
+            "waited": f"{span(self.stall_seconds)} for reads, "
+            f"{span(self.backpressure_seconds)} for room",
+            "peaks": f"{size(self.peak_live_bytes)} live, {size(self.peak_arena_bytes)} arena, "
+            f"{size(self.peak_disk_bytes)} disk",
         }
         for name, value in rows.items():
             table.add_row(name, value)

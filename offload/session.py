@@ -1,16 +1,16 @@
-"""Session: the context manager around training steps. It wires the parts and owns their lifetime."""
+"""Session: the context manager around training steps. It wires the parts and owns them."""
 
 import os
 import threading
 import time
-import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from offload.config import Config
-from offload.errors import OffloadWarning, StateError
+from offload.engines import Engine
+from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
 from offload.plan import Policy, offload_all
 from offload.report import Counters, StepReport
@@ -23,20 +23,20 @@ class Session:
     """Keeps the activations of training steps on disk between their forward and their backward.
 
     Args:
-        config: the options, if they were made before; else
+        config: the options, if they were put together before.
         policy: asked for every tensor that may leave: where does it go? Default: to the disk.
-        **options: the fields of ``Config``, e.g. ``disk_dir="/nvme"``, ``min_offload_bytes="1MiB"``.
+        **options: the fields of ``Config``, e.g. ``disk_dir="/nvme"``, ``window_bytes="64MiB"``.
 
     Raises:
         TypeError, ValueError: an option that cannot work; the message says the fix.
         OSError: the scratch file cannot be made.
 
-    Gradients are bit-identical to those without a session. It may be used by several threads, each of which
-    enters steps of its own; steps of one session may be nested, the outermost counts.
+    Gradients are bit-identical to those without a session. It may be used by several threads, each
+    of which enters steps of its own; steps of one session may be nested, the outermost counts.
 
     Example:
         >>> import torch, offload
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh())
         >>> with offload.Session(min_offload_bytes=0, keep_last_bytes=0) as session:
         ...     with session.step() as step:
         ...         model(torch.randn(256, 64)).sum().backward()
@@ -44,7 +44,14 @@ class Session:
         (0, True)
     """
 
-    def __init__(self, config: Config | None = None, *, policy: Policy = offload_all, **options: Any) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        policy: Policy = offload_all,
+        _engine: Engine | None = None,
+        **options: Any,
+    ) -> None:
         if config is not None and options:
             raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
         self.config = config if config is not None else Config(**options)
@@ -52,16 +59,15 @@ class Session:
         self._finished: StepReport = StepReport.of([])
         self._counters: Counters | None = None  # of the newest step
         self._running = threading.local()  # .counters: of the step that this thread is in
-        self._tiers = Tiers(self.config)
+        self._open_steps = 0  # in all threads
+        self._tiers = Tiers(self.config, _engine)
         self._hooks = Hooks(self.config, policy, self._tiers)
         self._closed = False
         for message in self.config.warnings():
-            self._warn(message)
+            warn_user(message)
 
     def step(self) -> "Step":
         """A context manager for one training step: forward, or forward and backward."""
-        if self._closed:
-            raise StateError("the session is closed; open a new one")
         return Step(self)
 
     def report(self) -> StepReport:
@@ -70,14 +76,25 @@ class Session:
         return StepReport.summed([self._finished, *newest])
 
     def close(self) -> None:
-        """Finish what is in flight and let go of memory, threads and file.
+        """Finish what is in flight and let go of memory, threads and file. May be called twice.
 
         Graphs that still wait for their backward keep what they need until they are done.
+
+        Raises:
+            StateError: a step is open.
         """
-        self._closed = True
-        if self._hooks.live_blocks == 0 and self._tiers.pid == os.getpid():
-            with self._tiers.lock:
+        with self._tiers.lock:
+            if self._open_steps:
+                raise StateError("the session cannot be closed while one of its steps is open")
+            self._closed = True
+            if self._hooks.live_blocks == 0 and self._tiers.pid == os.getpid():
                 self._tiers.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session holds threads and an open file and cannot be copied or pickled; make one in "
+            "each process (its Config can be passed on)"
+        )
 
     def __enter__(self) -> "Session":
         return self
@@ -86,23 +103,29 @@ class Session:
         self.close()
 
     def _begin(self, counters: Counters) -> None:
-        if self._counters is not None:
-            self._finished = StepReport.summed([self._finished, StepReport.of([self._counters])])
-        self._counters = counters
-        self._hooks.begin_step(counters)
-
-    def _end(self, counters: Counters) -> None:
         with self._tiers.lock:
+            if self._closed:
+                raise StateError("the session is closed; open a new one")
+            if self._counters is not None:
+                newest = StepReport.of([self._counters])
+                self._finished = StepReport.summed([self._finished, newest])
+            self._counters = counters
+            self._open_steps += 1
+            self._hooks.begin_step(counters)
+
+    def _end(self, counters: Counters) -> StorageError | None:
+        """The step's first failure of the disk, if there was one."""
+        with self._tiers.lock:
+            self._open_steps -= 1
             self._tiers.flush()
             self._tiers.poll()
-        counters.ended_ns = time.perf_counter_ns()
-        if self._tiers.error is not None and not self._warned:
-            self._warned = True  # once: the report of every step has its own
-            self._warn(next(iter(counters.warnings)))
+            counters.ended_ns = time.perf_counter_ns()
+            error = self._tiers.error
+        if error is not None and not self._warned:
+            self._warned = True  # once: every step's report has its own
+            warn_user(next(iter(counters.warnings)))
+        return error
 
-    @staticmethod
-    def _warn(message: str) -> None:
-        warnings.warn(message, OffloadWarning, stacklevel=4)
 
 class Step:
     """One training step of a session: a context manager, and afterwards its ``report``."""
@@ -123,10 +146,12 @@ class Step:
             StateError: the step was never entered.
         """
         if self._counters is None:
-            raise StateError("the step has no report yet: enter it first (with session.step() as step: ...)")
+            raise StateError(
+                "the step has no report yet: enter it first (with session.step() as step: ...)"
+            )
         return StepReport.of([self._counters])
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> "Step":
         if self._counters is not None:
             raise StateError("a step is entered once; call session.step() for each")
@@ -135,29 +160,37 @@ class Step:
         if running is not None:  # nested in a step of the same session: that one does the work
             self._counters = running
             return self
+        counters = Counters()
+        self._session._begin(counters)
         self._outermost = True
-        self._counters = self._session._running.counters = Counters()
-        self._session._begin(self._counters)
+        self._counters = self._session._running.counters = counters
         self._pair = self._session._hooks.pair(_top_hooks(False))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
         self._hooks.__enter__()
         return self
 
-    @torch.compiler.disable
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if not self._outermost:
             return
         assert self._hooks is not None and self._counters is not None
-        # torch pops whatever pair is on top: leaving in the wrong order would take away somebody else's.
+        # torch pops whatever pair is on top: in the wrong order that would be somebody else's.
         if threading.get_ident() != self._thread:
-            raise StateError("a step must be left on the thread that entered it; its hooks are still active there")
+            raise StateError(
+                "a step must be left on the thread that entered it; its hooks are active there"
+            )
         if _top_hooks(False) != self._pair:
             raise StateError(
-                "a step was left while hooks entered inside it are still active: leave contexts in reverse order"
+                "a step was left while hooks entered inside it are still active: leave contexts in "
+                "the reverse order of entering them"
             )
-        self._hooks.__exit__(exc_type, exc, tb)  # type: ignore[arg-type]
+        self._hooks.__exit__(exc_type, exc, tb)
         self._session._running.counters = None
-        self._session._end(self._counters)
-        error = self._session._tiers.error
+        error = self._session._end(self._counters)
         if error is not None and self._session.config.on_error == "raise" and exc is None:
             raise error

@@ -1,7 +1,8 @@
-"""DiskStore: which extents of the scratch file are in use, and reads and writes of them with clear errors."""
+"""DiskStore: space in the scratch file, and reads and writes of it with clear errors."""
 
 import errno as errno_codes
 import os
+import shutil
 from collections import deque
 
 from offload.budget import Budget, Reservation
@@ -11,14 +12,16 @@ from offload.errors import StorageError
 from offload.freelist import FreeList
 from offload.units import format_bytes
 
-# The file grows by this much at a time: rewriting blocks that exist is 20-60 % faster than growing a file.
+# The file grows by this much at a time: rewriting blocks that exist is 20-60 % faster than growing
+# a file.
 SEGMENT_BYTES = 64 << 20
 
 
 class Extent:
     """A range of the scratch file, given back when this object dies.
 
-    Its death may come inside the garbage collector, so it only appends; ``DiskStore.allocate`` settles.
+    Its death may come inside the garbage collector, so it only appends; ``DiskStore.allocate``
+    settles.
     """
 
     __slots__ = ("_reservation", "_returned", "nbytes", "offset")
@@ -39,14 +42,17 @@ class DiskStore:
     """The disk tier: one nameless file, its space reused lowest first, within a budget of bytes."""
 
     def __init__(self, engine: Engine, directory: str, budget_bytes: int | None) -> None:
+        limit_bytes = (
+            budget_bytes // PAGE_BYTES * PAGE_BYTES if budget_bytes is not None else 1 << 62
+        )
         self.directory = directory
-        self.budget = Budget(budget_bytes if budget_bytes is not None else 1 << 62)
+        self.budget = Budget(limit_bytes)
         self._engine = engine
         self._free = FreeList()
         self._returned: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """Space for ``nbytes``, or ``None`` where the disk budget is reached.
+        """Space for ``nbytes``, or ``None`` where the disk budget leaves no room for it.
 
         Raises:
             StorageError: the file system refuses more space.
@@ -58,23 +64,30 @@ class DiskStore:
         while self._returned:
             self._free.give(*self._returned.popleft())
         offset = self._free.take(nbytes)
-        if offset is None:
-            self._grow(nbytes)
+        if offset is None and self._grow(nbytes - self._free.tail_bytes()):
             offset = self._free.take(nbytes)
-            assert offset is not None, "the free list just grew by what was lacking"
+        if (
+            offset is None
+        ):  # room in all, but in pieces, and the file may not grow beyond the budget
+            return None
         return Extent(offset, nbytes, reservation, self._returned)
 
-    def _grow(self, nbytes: int) -> None:
-        lacking = nbytes - self._free.tail_bytes()
-        for more in (max(SEGMENT_BYTES, lacking), lacking):  # near the end of the disk: just what is needed
+    def _grow(self, lacking_bytes: int) -> bool:
+        """Make the file larger by what is lacking, better by a segment; False beyond the budget."""
+        size_bytes = self._free.size_bytes
+        allowed_bytes = self.budget.limit_bytes - size_bytes
+        if lacking_bytes > allowed_bytes:
+            return False
+        segment_bytes = min(max(SEGMENT_BYTES, lacking_bytes), allowed_bytes)
+        for more_bytes in (segment_bytes, lacking_bytes):  # a disk that is nearly full: just that
             try:
-                self._engine.reserve(self._free.size_bytes + more)
+                self._engine.reserve(size_bytes + more_bytes)
             except OSError as e:
                 refused = e
             else:
-                self._free.grow(more)
-                return
-        raise self.error("reserving space for", refused, self._free.size_bytes, lacking)
+                self._free.grow(more_bytes)
+                return True
+        raise self.error("reserving space for", refused, size_bytes, lacking_bytes)
 
     def write(self, slot: Slot, extent: Extent) -> Request:
         """Start writing ``slot`` to ``extent``. Both must live until the request has completed."""
@@ -84,8 +97,10 @@ class DiskStore:
         """Start reading ``extent`` into ``slot``."""
         return self._engine.read(slot, extent.offset, urgent=urgent, checksum=checksum)
 
-    def error(self, doing: str, cause: OSError, offset: int, nbytes: int, what: str = "") -> StorageError:
-        """A ``StorageError`` that says what failed, where, how much, why, and what to do."""
+    def error(
+        self, doing: str, cause: OSError, offset: int, nbytes: int, what: str = ""
+    ) -> StorageError:
+        """A ``StorageError``: what failed, where, how much, why, and what to do."""
         code = cause.errno or 0
         name = errno_codes.errorcode.get(code, str(code))
         if code == errno_codes.EBADMSG:
@@ -100,11 +115,11 @@ class DiskStore:
 
     def _advice(self, code: int) -> str:
         if code in (errno_codes.ENOSPC, errno_codes.EDQUOT):
-            free = os.statvfs(self.directory)
+            free_bytes = shutil.disk_usage(self.directory).free
             return (
-                f"{format_bytes(free.f_bavail * free.f_frsize)} are free there: free some space, lower "
-                "disk_budget, or name another disk_dir"
+                f"{format_bytes(free_bytes)} are free there: free some space, lower disk_budget, "
+                "or name another disk_dir"
             )
         if code == errno_codes.EFBIG:
-            return "the process or file system limits the size of a file (ulimit -f): raise it or lower disk_budget"
+            return "the size of a file is limited (ulimit -f): raise that or lower disk_budget"
         return "check the disk (dmesg, smartctl), or name another disk_dir"

@@ -1,8 +1,9 @@
 """Tiers: moves blocks between memory and disk within the budgets. It decides when; blocks know how.
 
-Bytes on their way out are bounded by ``window_bytes`` and bytes brought back early by ``prefetch_bytes``; both
-live in one arena. When the window is full the forward waits (backpressure) and does not run out of memory.
-When anything on the way out fails, the tensor stays where it is, or in its slot: training goes on.
+Bytes on their way out are bounded by ``window_bytes`` and bytes brought back early by
+``prefetch_bytes``; both live in one arena. When the window is full the forward waits
+(backpressure) and does not run out of memory. When anything on the way out fails, the tensor stays
+where it is, or in its slot: training goes on.
 """
 
 import errno
@@ -41,9 +42,9 @@ class _Transfer(NamedTuple):
 
 
 class Tiers:
-    """Device, host and disk for the blocks of one session. The caller holds ``lock`` around every call."""
+    """Device, host and disk for the blocks of one session. Every call is made under ``lock``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, engine: Engine | None = None) -> None:
         self.lock = threading.RLock()
         self.pid = os.getpid()
         self.trace = Trace()
@@ -51,7 +52,7 @@ class Tiers:
         self.counters = Counters()
         self.error: StorageError | None = None  # the first of this step
         self._config = config
-        self._engine: Engine = open_engine(config)
+        self._engine = engine if engine is not None else open_engine(config)
         self._arena = self._engine.arena(config.arena_bytes)
         self._lane: Lane = CpuLane(self._engine)
         self._store = DiskStore(self._engine, config.disk_dir, config.disk_budget)
@@ -63,7 +64,7 @@ class Tiers:
         self._writes: deque[_Transfer] = deque()
         self._reads: deque[_Transfer] = deque()
 
-    # -- steps -----------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on, and try the disk again if it had failed."""
@@ -85,10 +86,12 @@ class Tiers:
                 self._settle(transfers.popleft())
         self._engine.close()
 
-    # -- out -------------------------------------------------------------------------------------------------
+    # -- out --------------------------------------------------------------------------------------
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
-        """Take on a new block. It joins the tail; what no longer fits there starts on its way to the disk."""
+        """Take on a new block. It joins the tail; what no longer fits there starts on its way to
+        the disk.
+        """
         self.poll()
         self.live.track(storage)
         self._tail.append(weakref.ref(block))
@@ -109,8 +112,8 @@ class Tiers:
 
     def _send_out(self, block: Block) -> None:
         """LIVE -> ... -> SPILLING, or leave the block where it is and count why."""
-        if block.state is not State.LIVE or block.witness.modified:
-            return  # modified since it was saved: these are not the bytes; unpack says so
+        if not block.intact():
+            return  # changed since it was saved: these are not the bytes, and unpack says so
         if self.error is not None:
             self.counters.kept_bytes["error"] += block.nbytes
             return
@@ -125,12 +128,14 @@ class Tiers:
             self.counters.kept_bytes["budget"] += block.nbytes
             return
         slot, hold = room
-        self._sample()  # the original and its slot are both alive now
+        self._sample()  # here the original and its slot are both alive
         block.offload(self._lane, slot, checksum=self._config.verify)
         self._copies.append((block, extent, hold))
         self.counters.offloaded_blocks += 1
         self.counters.offloaded_bytes += block.nbytes
-        self.counters.peak_disk_bytes = max(self.counters.peak_disk_bytes, self._store.budget.peak_bytes)
+        self.counters.peak_disk_bytes = max(
+            self.counters.peak_disk_bytes, self._store.budget.peak_bytes
+        )
         self._spill_copied()
 
     def _spill_copied(self) -> None:
@@ -144,7 +149,9 @@ class Tiers:
             self._writes.append(_Transfer(request, slot, extent, hold, weakref.ref(block)))
 
     def _room(self, nbytes: int) -> tuple[Slot, Reservation] | None:
-        """A slot within the window; waits for writes to make room. ``None``: waiting would not help."""
+        """A slot within the window; waits for writes to make room. ``None``: waiting would not
+        help.
+        """
         started_ns = 0
         try:
             while True:
@@ -163,7 +170,9 @@ class Tiers:
                 self._waited("backpressure_ns", started_ns)
 
     def _slot(self, nbytes: int) -> Slot | None:
-        """A slot of the arena; what is larger than the whole arena travels alone in memory of its own."""
+        """A slot of the arena; what is larger than the whole arena travels alone in memory of its
+        own.
+        """
         if nbytes > self._arena.capacity_bytes:
             return self._arena.allocate_outside(nbytes)
         return self._arena.allocate(nbytes)
@@ -182,7 +191,8 @@ class Tiers:
     def _settle(self, transfer: _Transfer) -> None:
         """See out one transfer, waiting if need be, and count it.
 
-        A write that failed leaves the block in its slot. A read that failed is the business of whoever asks.
+        A write that failed leaves the block in its slot. A read that failed is the business of
+        whoever asks.
         """
         block, request, nbytes = transfer.block(), transfer.request, transfer.extent.nbytes
         try:
@@ -202,12 +212,16 @@ class Tiers:
             self.counters.written_bytes += nbytes
         else:
             self.counters.read_bytes += nbytes
-        self.trace.emit("write" if transfer.is_write else "read", block.id if block else -1, nbytes, *times)
+        self.trace.emit(
+            "write" if transfer.is_write else "read", block.id if block else -1, nbytes, *times
+        )
 
-    # -- back ------------------------------------------------------------------------------------------------
+    # -- back -------------------------------------------------------------------------------------
 
     def prefetch(self, block: Block) -> bool:
         """Start bringing ``block`` back; False if there is no room for it now."""
+        if not self._ahead.limit_bytes:
+            return False
         hold = self._ahead.reserve(block.nbytes, alone=True)
         slot = self._slot(block.nbytes) if hold is not None else None
         if slot is None:
@@ -223,7 +237,9 @@ class Tiers:
         self._sample()
 
     def demand(self, block: Block) -> None:
-        """Backward wants ``block`` now: note how near it is, and start an urgent read if it is on the disk."""
+        """Backward wants ``block`` now: note how near it is, and start an urgent read if it is on
+        the disk.
+        """
         self.poll()
         counters = self.counters
         if block.state is State.FETCHING and block.request is not None and not block.request.done():
@@ -269,7 +285,7 @@ class Tiers:
             if started_ns:
                 self._waited("stall_ns", started_ns)
 
-    # -- figures ---------------------------------------------------------------------------------------------
+    # -- figures ----------------------------------------------------------------------------------
 
     def _waited(self, counter: str, started_ns: int) -> None:
         ended_ns = now_ns()
@@ -284,7 +300,11 @@ class Tiers:
         counters.peak_live_bytes = max(counters.peak_live_bytes, held + self.live.alive_bytes)
 
     def _fail(self, error: StorageError) -> None:
-        """Note the step's first failure of the disk. Nothing more is sent out until the next step."""
+        """Note the step's first failure of the disk. Nothing more is sent out until the next
+        step.
+        """
         if self.error is None:
             self.error = error
-            self.counters.warnings[f"{error}. Tensors stay in memory for the rest of this step"] += 1
+            self.counters.warnings[
+                f"{error}. Tensors stay in memory for the rest of this step"
+            ] += 1

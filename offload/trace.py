@@ -1,4 +1,4 @@
-"""Trace: what happened and when, in a bounded ring. Always on: an event costs about a microsecond."""
+"""Trace: what happened and when, in a bounded ring. Always on: a microsecond an event."""
 
 import time
 from collections import deque

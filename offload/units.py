@@ -20,16 +20,16 @@ def parse_bytes(value: int | str, name: str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}); give bytes as an int or a text like '8GiB'"
+            f"{name} is {value!r} ({type(value).__name__}); give an int or a text like '8GiB'"
         )
     if isinstance(value, str):
         if value.lstrip().startswith("-"):
             raise ValueError(f"{name} is {value!r}; a size cannot be negative")
         try:
-            return humanfriendly.parse_size(value)
+            return int(humanfriendly.parse_size(value))
         except humanfriendly.InvalidSize:
             raise ValueError(
-                f"{name} is {value!r}, which is no size; write for example '64MiB', '8GiB' or 1048576"
+                f"{name} is {value!r}, which is no size; write '64MiB', '8GiB' or 1048576"
             ) from None
     if value < 0:
         raise ValueError(f"{name} is {value}; a size cannot be negative")
@@ -45,7 +45,7 @@ def format_bytes(nbytes: int | float) -> str:
         >>> format_bytes(100)
         '100 bytes'
     """
-    return humanfriendly.format_size(int(nbytes), binary=True)
+    return str(humanfriendly.format_size(int(nbytes), binary=True))
 
 
 def format_seconds(seconds: float) -> str:

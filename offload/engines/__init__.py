@@ -1,11 +1,10 @@
 """The disk engines: ``native`` (C++) and ``aio`` (Python). ``open_engine`` picks one."""
 
 import importlib.util
-import warnings
 
 from offload.config import Config
 from offload.engines.base import Arena, Engine, Request, Slot
-from offload.errors import OffloadWarning
+from offload.errors import warn_user
 
 __all__ = ["Arena", "Engine", "Request", "Slot", "native_is_built", "open_engine"]
 
@@ -24,17 +23,20 @@ def open_engine(config: Config) -> Engine:
     """
     name = config.engine
     if name is None and not native_is_built():
-        warnings.warn(
-            "the C++ extension of offload was not built (no compiler at installation?): the slower 'aio' engine "
-            "is used; install a C++17 compiler and reinstall, or say engine='aio' to silence this",
-            OffloadWarning,
-            stacklevel=2,
+        warn_user(
+            "the C++ extension of offload was not built (no compiler at installation?): the slower "
+            "'aio' engine is used; install a C++17 compiler and reinstall, or say engine='aio' to "
+            "silence this"
         )
         name = "aio"
     if name == "aio":
         from offload.engines.aio import AioEngine
 
-        return AioEngine(config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes)
+        return AioEngine(
+            config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes
+        )
     from offload.engines.native import NativeEngine
 
-    return NativeEngine(config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes)
+    return NativeEngine(
+        config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes
+    )

@@ -1,10 +1,11 @@
 """The aio engine: asyncio, aiofiles and mmap, for installations without a compiler.
 
-It keeps the whole contract of the native engine (direct I/O from page-aligned memory, priorities, checked
-completions) at a Python price: a few hundred microseconds of interpreter time a request.
+It keeps the whole contract of the native engine (direct I/O from page-aligned memory, priorities,
+checked completions) at a Python price: a few hundred microseconds of interpreter time a request.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -35,12 +36,16 @@ def _padded(nbytes: int) -> int:
 
 
 class AioSlot:
-    """A range of a mapping. Its memory is given back when the slot and every view of it have died."""
+    """A range of a mapping. Its memory is given back when the slot and every view of it have
+    died.
+    """
 
-    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int, returned: "deque[tuple[int, int]]") -> None:
+    def __init__(
+        self, mapping: mmap.mmap, offset: int, nbytes: int, returned: "deque[tuple[int, int]]"
+    ) -> None:
         size = _padded(nbytes)
-        # Every view is a view of this object, so its death is the death of the last of them. It may happen
-        # inside the garbage collector: only append.
+        # Every view is a view of this object, so its death is the death of the last of them. It
+        # may happen inside the garbage collector: only append.
         owner = (ctypes.c_ubyte * size).from_buffer(mapping, offset)
         weakref.finalize(owner, returned.append, (offset, size)).atexit = False
         self.address = ctypes.addressof(owner)
@@ -98,32 +103,40 @@ class AioArena:
 
 def _anonymous(nbytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # direct I/O through 2 MiB pages takes a fifth of the CPU time
-        try:
+    if hasattr(
+        mmap, "MADV_HUGEPAGE"
+    ):  # direct I/O through 2 MiB pages takes a fifth of the CPU time
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages
     return mapping
 
 
 class _Inbox:
-    """Where requests wait for the event loop: urgent reads, then reads, then writes, each in order."""
+    """Where requests wait for the event loop: urgent reads, then reads, then writes, each in
+    order.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.queue: asyncio.PriorityQueue[tuple[int, int, AioRequest | None]] = asyncio.PriorityQueue()
+        self.queue: asyncio.PriorityQueue[tuple[int, int, AioRequest | None]] = (
+            asyncio.PriorityQueue()
+        )
         self.room = threading.Semaphore(_MAX_WAITING)
         self._order = itertools.count()
 
     def put(self, request: "AioRequest | None", priority: int) -> None:
         """From any thread."""
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, (priority, next(self._order), request))
+        self.loop.call_soon_threadsafe(
+            self.queue.put_nowait, (priority, next(self._order), request)
+        )
 
 
 class AioRequest:
     """A transfer that a coroutine of the engine carries out."""
 
-    def __init__(self, slot: AioSlot, offset: int, inbox: _Inbox, *, write: bool, checksum: int | None) -> None:
+    def __init__(
+        self, slot: AioSlot, offset: int, inbox: _Inbox, *, write: bool, checksum: int | None
+    ) -> None:
         self.slot: AioSlot | None = slot  # let go of at completion
         self.offset = offset
         self.is_write = write
@@ -145,7 +158,9 @@ class AioRequest:
         return True
 
     def take(self) -> bool:
-        """Claim it: True for exactly one caller, the worker that runs it or the one who cancels it."""
+        """Claim it: True for exactly one caller, the worker that runs it or the one who cancels
+        it.
+        """
         with self._lock:
             first, self._taken = not self._taken, True
             return first
@@ -157,7 +172,9 @@ class AioRequest:
         return True
 
     def promote(self) -> None:
-        if not self._taken:  # it now stands in the queue twice: whoever meets it second passes it over
+        if (
+            not self._taken
+        ):  # it now stands in the queue twice: whoever meets it second passes it over
             self._inbox.put(self, _URGENT)
 
     def complete(self, error: OSError | None) -> None:
@@ -169,7 +186,9 @@ class AioRequest:
 
 
 class AioEngine(Engine):
-    """A few coroutines on one event-loop thread; aiofiles carries their system calls to its thread pool."""
+    """A few coroutines on one event-loop thread; aiofiles carries their system calls to its thread
+    pool.
+    """
 
     name = "aio"
 
@@ -193,7 +212,7 @@ class AioEngine(Engine):
 
     def copy(self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool) -> int | None:
         assert isinstance(slot, AioSlot)
-        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
         torch.frombuffer(slot.view, dtype=torch.uint8).copy_(source)
         return zlib.crc32(slot.view) if checksum else None
 
@@ -210,7 +229,9 @@ class AioEngine(Engine):
 
     def write(self, slot: Slot, offset: int) -> Request:
         assert isinstance(slot, AioSlot)
-        return self._submit(AioRequest(slot, offset, self._inbox, write=True, checksum=None), _WRITE)
+        return self._submit(
+            AioRequest(slot, offset, self._inbox, write=True, checksum=None), _WRITE
+        )
 
     def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
         assert isinstance(slot, AioSlot)
@@ -219,7 +240,9 @@ class AioEngine(Engine):
 
     def _submit(self, request: AioRequest, priority: int) -> AioRequest:
         if self._pid != os.getpid():
-            raise StateError("this process was forked from the one that opened the session; open its own session")
+            raise StateError(
+                "this process was forked from the one that opened the session; open its own session"
+            )
         if not self._finish.alive:
             raise StateError("the engine is closed")
         self._inbox.room.acquire()
@@ -276,7 +299,9 @@ async def _work(inbox: _Inbox, fd: int, block_bytes: int) -> None:
         request.start_ns = time.perf_counter_ns()
         error: OSError | None = None
         try:
-            await _transfer(fd, slot.padded, request.offset, write=request.is_write, block_bytes=block_bytes)
+            await _transfer(
+                fd, slot.padded, request.offset, write=request.is_write, block_bytes=block_bytes
+            )
             if request.checksum is not None and zlib.crc32(slot.view) != request.checksum:
                 error = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
         except OSError as e:
@@ -287,7 +312,9 @@ async def _work(inbox: _Inbox, fd: int, block_bytes: int) -> None:
         del request  # not until the next one comes
 
 
-async def _transfer(fd: int, data: memoryview, offset: int, *, write: bool, block_bytes: int) -> None:
+async def _transfer(
+    fd: int, data: memoryview, offset: int, *, write: bool, block_bytes: int
+) -> None:
     """All of ``data``: a system call may move less than it was asked to."""
     done = 0
     while done < len(data):

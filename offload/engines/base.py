@@ -1,7 +1,9 @@
-"""What every engine offers: memory to move bytes through, copies into it, and I/O on one scratch file.
+"""What every engine offers: memory to move bytes through, copies into it, and I/O on one scratch
+file.
 
-An engine decides nothing and knows nothing of blocks: it is told which slot to move where and answers with a
-``Request``. A request holds its slot's memory until it has completed, whoever else lets go of it.
+An engine decides nothing and knows nothing of blocks: it is told which slot to move where and
+answers with a ``Request``. A request holds its slot's memory until it has completed, whoever else
+lets go of it.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +23,9 @@ class Slot(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What was asked for; the memory behind it reaches up to the next multiple of ``PAGE_BYTES``."""
+        """What was asked for; the memory behind it reaches up to the next multiple of
+        ``PAGE_BYTES``.
+        """
 
 
 class Arena(Protocol):
@@ -61,8 +65,9 @@ class Request(Protocol):
         """Whether it has completed, well or not."""
 
     def wait(self) -> bool:
-        """Wait until it has completed. Raises ``OSError`` if it failed: ``EBADMSG`` for a wrong checksum,
-        ``ECANCELED`` if it was cancelled."""
+        """Wait until it has completed. Raises ``OSError`` if it failed: ``EBADMSG`` for a wrong
+        checksum, ``ECANCELED`` if it was cancelled.
+        """
 
     def cancel(self) -> bool:
         """Keep it from running; False if it has begun."""
@@ -86,7 +91,9 @@ class Engine(ABC):
 
     @abstractmethod
     def alias(self, slot: Slot) -> torch.UntypedStorage:
-        """A storage over the slot's bytes, without a copy. The slot lives as long as the storage."""
+        """A storage over the slot's bytes, without a copy. The slot lives as long as the
+        storage.
+        """
 
     @abstractmethod
     def reserve(self, end_bytes: int) -> None:
@@ -98,8 +105,12 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
-        """Start filling the slot from the file; an urgent read goes before everything that waits."""
+        """Start filling the slot from the file; an urgent read goes before everything that
+        waits.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let what was started finish, then let go of the threads and the file. May be called twice."""
+        """Let what was started finish, then let go of the threads and the file. May be called
+        twice.
+        """

@@ -18,7 +18,8 @@ class NativeEngine(Engine):
         self._queue = _native.Queue(self._file, threads=threads, block_bytes=block_bytes)
 
     def arena(self, capacity_bytes: int) -> Arena:
-        # Not prefaulted: the lowest free memory is used first, so a session that needs little touches little.
+        # Not prefaulted: the lowest free memory is used first, so a session that needs little
+        # touches little.
         return _native.Arena(capacity_bytes, prefault=False)
 
     def copy(self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool) -> int | None:
