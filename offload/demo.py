@@ -33,7 +33,7 @@ from offload.measure import (
 )
 from offload.session import Session
 from offload.units import format_bytes, format_seconds
-from offload.workloads import PRESETS, Batch, TrainableModel, Workload, preset
+from offload.workloads import PRESETS, TrainableModel, preset
 
 __all__ = ["Run", "Task", "command", "differences"]
 
@@ -130,7 +130,7 @@ def train(task: Task) -> Iterator[dict[str, Any]]:
     model = workload.build(task.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batches = list(workload.batches(task.steps, task.seed))
-    _settle(workload, model, optimizer, batches[0])
+    _settle(model, optimizer)
     base = mark_memory()
     opened: AbstractContextManager[Session | None] = nullcontext()
     if task.offloaded:
@@ -171,13 +171,12 @@ def train(task: Task) -> Iterator[dict[str, Any]]:
     }
 
 
-def _settle(
-    workload: Workload, model: TrainableModel, optimizer: torch.optim.Optimizer, batch: Batch
-) -> None:
-    # Gradients, optimizer state and torch's thread pools are not activations: they exist before the
-    # memory mark. A rate of zero leaves the parameters as they are.
-    torch.autograd.backward(workload.step(model, batch))
-    optimizer.zero_grad(set_to_none=False)
+def _settle(model: TrainableModel, optimizer: torch.optim.Optimizer) -> None:
+    # Gradients and optimizer state are no activations: they exist before the memory mark. A step at
+    # a rate of zero makes the state and leaves the parameters as they are. A whole training step
+    # would not do: it leaves holes in the heap that the measured steps then spread over.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()

@@ -90,15 +90,17 @@ class MemoryMark:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self.minor_faults
 
 
-def mark_memory() -> MemoryMark:
+def mark_memory(*, trim: bool = True) -> MemoryMark:
     """Remember resident memory as it is now, and restart the kernel's record of its peak.
 
-    Memory that was freed, but that the C library keeps for later, is given back before: it would
-    hide the growth that follows.
+    Args:
+        trim: first give back memory that was freed, but that the C library keeps for later: it
+            would hide the growth that follows. Makes the next step slower, as it has to fault its
+            memory in again.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have none
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
+    if trim and malloc_trim is not None:
+        malloc_trim(0)
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
         exact = True
@@ -115,15 +117,19 @@ def _status_bytes(key: str) -> int:
     return 0
 
 
-def activation_meter(model: nn.Module, session: Session | None = None) -> LiveBytesMeter:
+def activation_meter(
+    model: nn.Module, session: Session | None = None, inputs: Iterable[Tensor] = ()
+) -> LiveBytesMeter:
     """A meter of the activations of ``model``, to be entered inside ``session.step()``.
 
     Args:
         model: its parameters and buffers do not count.
         session: the session in use, whose staging memory counts as activations.
+        inputs: what the caller holds anyway, a batch for instance; does not count either.
     """
+    excluded = [*model.parameters(), *model.buffers(), *inputs]
     staged = None if session is None else partial(_staged_bytes, session)
-    return LiveBytesMeter(exclude=[*model.parameters(), *model.buffers()], extra_bytes=staged)
+    return LiveBytesMeter(exclude=excluded, extra_bytes=staged)
 
 
 def _staged_bytes(session: Session) -> int:
