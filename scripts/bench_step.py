@@ -116,16 +116,15 @@ def targets(workload: str, summaries: list[Summary]) -> list[Target]:
         ratio = ours.ratio.median
         found.append(Target(f"step time <= {limit:.2f} plain", f"{ratio:.3f}", ratio <= limit))
     for what, limits, share in (
-        ("live activations", MAX_LIVE_SHARE, ours.live_bytes / plain.live_bytes),
-        (
-            "growth within a step",
-            MAX_RSS_SHARE,
-            ours.rss_growth_bytes / max(1, plain.rss_growth_bytes),
-        ),
+        ("activations", MAX_LIVE_SHARE, ours.live_bytes / plain.live_bytes),
+        # Over the model, not within a step: a heap that kept the last step's memory grows no more.
+        ("memory", MAX_RSS_SHARE, ours.rss_over_model_bytes / plain.rss_over_model_bytes),
     ):
         if workload in limits:
             limit = limits[workload]
-            found.append(Target(f"{what} <= {limit:.0%} of plain", f"{share:.1%}", share <= limit))
+            found.append(
+                Target(f"peak {what} <= {limit:.0%} of plain", f"{share:.1%}", share <= limit)
+            )
     recomputed = by_mode.get("checkpoint")
     if recomputed is not None:
         speed = ours.step_seconds.median / recomputed.step_seconds.median
