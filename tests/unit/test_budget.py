@@ -1,0 +1,55 @@
+"""The ledger: hard limits, reservations that end with their object, one large item alone."""
+
+import gc
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.budget import Budget, Reservation
+
+
+@given(
+    limit=st.integers(0, 100),
+    program=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 150)), max_size=60),
+)
+def test_never_above_the_limit(limit: int, program: list[tuple[bool, bool, int]]) -> None:
+    budget, held = Budget(limit), []
+    peak = 0
+    for reserve, alone, n in program:
+        used = sum(r.nbytes for r in held)
+        if reserve:
+            got = budget.reserve(n, alone=alone)
+            assert (got is not None) == (used + n <= limit or (alone and used == 0))
+            if got is not None:
+                held.append(got)
+        elif held:
+            held.pop(n % len(held))
+        got = None
+        used = sum(r.nbytes for r in held)
+        peak = max(peak, used)
+        assert budget.used_bytes == used
+        assert budget.peak_bytes == peak
+        assert used <= limit or len([r for r in held if r.nbytes]) == 1
+
+
+def test_a_reservation_in_a_dead_cycle_is_returned() -> None:
+    budget = Budget(10)
+    cycle: list[object] = [budget.reserve(10)]
+    cycle.append(cycle)
+    assert budget.reserve(1) is None
+    del cycle
+    gc.collect()
+    assert budget.used_bytes == 0
+
+
+def test_reservations_may_die_on_any_thread() -> None:
+    budget = Budget(1000)
+    held = [budget.reserve(1) for _ in range(1000)]
+    threads = [threading.Thread(target=held.__delitem__, args=(slice(0, 250),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert budget.used_bytes == 0
+    assert isinstance(budget.reserve(1000), Reservation)

@@ -1,0 +1,188 @@
+"""Every option, and every way to get one wrong: the message names option, value and fix."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import Config
+from offload.units import format_bytes, format_seconds, parse_bytes
+
+SIZES = ["min_offload_bytes", "window_bytes", "prefetch_bytes", "keep_last_bytes", "io_block_bytes"]
+OPTIONAL_SIZES = ["disk_budget", "host_budget"]
+
+
+@pytest.mark.parametrize("name", SIZES + OPTIONAL_SIZES)
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (1 << 27, 1 << 27),
+        ("128MiB", 1 << 27),
+        ("128 mib", 1 << 27),
+        ("134217728", 1 << 27),
+        ("100MB", 100_000_000),
+        ("0.5GiB", 1 << 29),
+    ],
+)
+def test_sizes_as_numbers_and_texts(name: str, given: int | str, nbytes: int) -> None:
+    assert getattr(Config(**{name: given}), name) == nbytes
+
+
+@pytest.mark.parametrize("name", SIZES + OPTIONAL_SIZES)
+@pytest.mark.parametrize("value", ["lots", "", "-1MiB", -1])
+def test_sizes_that_are_none(name: str, value: int | str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}"):
+        Config(**{name: value})
+
+
+@pytest.mark.xfail(strict=True, reason="the parser looks at the first letter of a unit only")
+@pytest.mark.parametrize("value", ["12 parsecs", "8 Gallons", "1 Kilo", "8MiBi"])
+def test_units_that_are_none(value: str) -> None:
+    with pytest.raises(ValueError, match=f"window_bytes is {re.escape(repr(value))}"):
+        Config(window_bytes=value)
+
+
+@pytest.mark.parametrize("name", SIZES + OPTIONAL_SIZES)
+@pytest.mark.parametrize("value", [1.5, True, b"1MiB", [1]])
+def test_sizes_of_another_type(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} is {re.escape(repr(value))}.*give"):
+        Config(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_must_be_given(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is None"):
+        Config(**{name: None})
+
+
+@pytest.mark.parametrize("name", OPTIONAL_SIZES)
+def test_sizes_that_may_be_left_open(name: str) -> None:
+    assert getattr(Config(**{name: None}), name) is None
+
+
+@pytest.mark.parametrize("name", ["window_bytes", "io_block_bytes"])
+def test_sizes_with_a_least_value(name: str) -> None:
+    assert getattr(Config(**{name: 4096}), name) == 4096
+    with pytest.raises(ValueError, match=f"{name} is 4095; give at least 4096"):
+        Config(**{name: 4095})
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("engine", [None, "native", "aio"], ["Native", "", 1, "uring"]),
+        ("verify", [True, False], [1, 0, "yes", None]),
+        ("on_error", ["keep", "raise"], ["ignore", None, True]),
+    ],
+)
+def test_choices(name: str, good: list[object], bad: list[object]) -> None:
+    for value in good:
+        assert getattr(Config(**{name: value}), name) == value
+    for value in bad:
+        with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}; choose one of"):
+            Config(**{name: value})
+
+
+def test_io_threads() -> None:
+    assert Config(io_threads=1).io_threads == 1
+    for value in (0, 65, -1):
+        with pytest.raises(ValueError, match=f"io_threads is {value}; give 1 to 64"):
+            Config(io_threads=value)
+    for value in (True, 2.0, "2", None):
+        with pytest.raises(TypeError, match=r"io_threads is .*; give an int"):
+            Config(io_threads=value)
+
+
+def test_device() -> None:
+    assert Config(device="cpu").device == "cpu"
+    assert Config(device=torch.device("cpu")).device == "cpu"
+    for value in ("cuda", "cuda:0", "banana", "cpuu", ""):
+        with pytest.raises(ValueError, match=f"device is '{value}'"):
+            Config(device=value)
+
+
+def test_budget_smaller_than_the_window() -> None:
+    assert Config(host_budget="8MiB", window_bytes="8MiB").arena_bytes == 8 << 20
+    assert Config(window_bytes="8MiB", prefetch_bytes="1MiB").arena_bytes == 9 << 20
+    with pytest.raises(ValueError, match="host_budget is 1 MiB, less than window_bytes of 2 MiB"):
+        Config(host_budget="1MiB", window_bytes="2MiB")
+
+
+def test_directory_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config(disk_dir=tmp_path).disk_dir == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    assert Config(disk_dir="below").disk_dir == str(tmp_path / "below")
+
+
+def test_directory_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_DIR", str(tmp_path))
+    assert Config().disk_dir == str(tmp_path)
+    monkeypatch.setenv("OFFLOAD_DIR", "")
+    assert os.path.isdir(Config().disk_dir)
+    monkeypatch.setenv("OFFLOAD_DIR", "/no/such")
+    with pytest.raises(ValueError, match=r"disk_dir '/no/such' does not exist.*OFFLOAD_DIR"):
+        Config()
+
+
+def test_directory_that_cannot_be(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"disk_dir .* is not a directory"):
+        Config(disk_dir=file)
+    for value in (5, b"/tmp", ["/tmp"]):
+        with pytest.raises(TypeError, match="disk_dir is"):
+            Config(disk_dir=value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_directory_that_is_read_only(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(ValueError, match=r"disk_dir .* is not writable"):
+        Config(disk_dir=tmp_path)
+
+
+def test_unknown_option_and_positional() -> None:
+    with pytest.raises(TypeError, match="window_byte"):
+        Config(window_byte=1)
+    with pytest.raises(TypeError):
+        Config("cpu")
+
+
+def test_frozen_and_comparable(tmp_path: Path) -> None:
+    config = Config(disk_dir=tmp_path)
+    with pytest.raises(AttributeError):
+        config.verify = True
+    assert config == Config(disk_dir=str(tmp_path))
+    assert config != Config(disk_dir=tmp_path, verify=True)
+
+
+def test_warning_for_a_directory_in_memory() -> None:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no tmpfs here")
+    (message,) = Config(disk_dir="/dev/shm").warnings()
+    assert "'/dev/shm' is on tmpfs" in message
+    assert "name a directory on a disk" in message
+
+
+def test_session_takes_a_config_or_options(tmp_path: Path) -> None:
+    import offload
+
+    with pytest.raises(TypeError, match=r"either a Config or options, not both \(verify\)"):
+        offload.Session(Config(disk_dir=tmp_path), verify=True)
+
+
+def test_printing() -> None:
+    assert [format_bytes(n) for n in (0, 1, 4096, 3 << 29)] == [
+        "0 bytes", "1 byte", "4 KiB", "1.5 GiB"
+    ]  # fmt: skip
+    assert [format_seconds(s) for s in (0, 2e-6, 0.5, 90)] == [
+        "0 us",
+        "2 us",
+        "500.0 ms",
+        "90.00 s",
+    ]
+    assert parse_bytes(" 1 KiB ", "x") == 1024
