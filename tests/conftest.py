@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,7 +17,13 @@ sys.path.insert(
 )  # so that "tests.support" is found from everywhere
 
 import offload
-from offload.engines import native_is_built
+from offload.engines import Engine, native_is_built, open_engine
+
+# The same examples every time, of no particular speed.
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, database=None, max_examples=50
+)
+hypothesis.settings.load_profile("same")
 
 ENGINES = ["native", "aio"]
 Opener = Callable[..., offload.Session]
@@ -37,6 +44,8 @@ _passed = pytest.StashKey[bool]()
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # gradients are bit-identical for one number of threads only
+    gc.collect()
+    gc.freeze()  # all that was imported: the collections below then take no time
 
 
 @pytest.fixture(params=ENGINES)
@@ -56,7 +65,6 @@ def any_engine() -> str:
 @pytest.fixture
 def open_session(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Opener]:
     """Opens sessions that offload everything at once; in the end nothing may be left."""
-    gc.collect()
     before = held()
     opened: list[offload.Session] = []
 
@@ -115,3 +123,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         time.sleep(0.01)
+
+
+@pytest.fixture
+def real_engine(tmp_path: Path, engine: str) -> Engine:
+    """An engine of each kind, with its file in the test's directory, for a double to wrap."""
+    return open_engine(offload.Config(disk_dir=tmp_path, engine=engine))
