@@ -218,7 +218,7 @@ class Failure(click.ClickException):
     multiple=True,
     help="Option of the session, e.g. min_offload_bytes=256KiB. May be repeated.",
 )
-@click.option("--quick", is_flag=True, help="A smaller model and 5 steps: about ten seconds.")
+@click.option("--quick", is_flag=True, help="A smaller model and 5 steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @click.option("--quiet", is_flag=True, help="Print the verdict only.")
 @click.option(

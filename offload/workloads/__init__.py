@@ -60,8 +60,8 @@ def preset(name: str) -> Workload:
     """A workload by its name.
 
     Args:
-        name: ``"gpt"``, ``"long"`` and ``"vision"`` are for benchmarks (2 to 6 s a step on two
-            cores, about 1 GB of activations), ``"demo"`` and ``"demo-quick"`` train a GPT on
+        name: ``"gpt"``, ``"long"`` and ``"vision"`` are for benchmarks (seconds a step on two
+            cores, 0.7 to 1 GB of activations), ``"demo"`` and ``"demo-quick"`` train a GPT on
             characters, the ``-tiny`` ones take milliseconds and serve tests.
 
     Raises:
