@@ -34,7 +34,7 @@ int OpenNameless(const std::string& directory) {
 // What statx says about direct I/O: the alignment it needs, 0 for impossible, -1 for not told.
 int64_t DirectAlignment([[maybe_unused]] int fd) {
 #ifdef STATX_DIOALIGN  // Linux 6.1
-  struct statx info {};
+  struct statx info = {};
   if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 &&
       (info.stx_mask & STATX_DIOALIGN) != 0) {
     return std::max(info.stx_dio_mem_align, info.stx_dio_offset_align);
@@ -44,7 +44,7 @@ int64_t DirectAlignment([[maybe_unused]] int fd) {
 }
 
 bool IsTmpfs(int fd) {
-  struct statfs info {};
+  struct statfs info = {};
   return fstatfs(fd, &info) == 0 && info.f_type == kTmpfsMagic;
 }
 
@@ -132,7 +132,7 @@ void File::Reserve(uint64_t end_bytes) {
   owner_.Require("the scratch file");
   const uint64_t begin_bytes = allocated_bytes_;
   if (end_bytes <= begin_bytes) return;
-  struct stat before {};
+  struct stat before = {};
   if (fstat(fd_, &before) != 0) ThrowErrno(errno, "cannot stat " + Describe());
   int error = 0;
   {

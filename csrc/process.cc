@@ -43,6 +43,11 @@ class InheritedMask {
   sigset_t previous_;
 };
 
+std::unique_ptr<std::thread> StartMasked(std::function<void()> body) {
+  const InheritedMask mask;
+  return std::make_unique<std::thread>(std::move(body));
+}
+
 }  // namespace
 
 void Owner::Require(const char* what) const {
@@ -67,9 +72,8 @@ FileSizeSignalBlock::~FileSizeSignalBlock() {
   pthread_sigmask(SIG_SETMASK, &previous_, nullptr);
 }
 
-Thread::Thread(const std::string& name, std::function<void()> body) {
-  const InheritedMask mask;
-  thread_ = std::make_unique<std::thread>(std::move(body));
+Thread::Thread(const std::string& name, std::function<void()> body)
+    : thread_(StartMasked(std::move(body))) {
   pthread_setname_np(thread_->native_handle(), name.substr(0, 15).c_str());
 }
 
