@@ -54,14 +54,25 @@ def test_writes_fail(open_session, faulty: FaultyEngine, good_writes: int, code:
         assert torch.equal(run(session, wait=True), EXPECTED)
     assert len(warned) == 1
     report = session.report()
-    assert report.warnings
-    assert report.kept_bytes["error"] > 0
+    assert len(report.warnings) == 1
+    assert report.written_bytes == good_writes * NBYTES
     assert torch.equal(run(session, wait=True), EXPECTED)  # warned of once only
     faulty.good_writes = None
     with session.step() as step:
         chain(rand(64, 64).requires_grad_(), 4).backward()
     assert step.report.offloaded_blocks == 4
     assert step.report.warnings == ()
+
+
+@pytest.mark.xfail(strict=True, reason="only what was not tried any more is counted")
+def test_what_a_failed_write_leaves_in_memory_is_counted(
+    open_session, faulty: FaultyEngine
+) -> None:
+    session = open_session(_engine=faulty)
+    faulty.good_writes = 3
+    with pytest.warns(OffloadWarning):
+        run(session, wait=True)
+    assert session.report().kept_bytes["error"] == 5 * NBYTES
 
 
 @pytest.mark.xfail(strict=True, reason="one frame short")
