@@ -184,7 +184,7 @@ def main() -> int:
         for row in judged:
             console.print(
                 f"copy of {TARGET_SIZE_MIB} MiB: {row['ratio_to_best_other']:.2f} of the best "
-                f"target {TARGET_RATIO}: {'pass' if passed else 'FAIL'}"
+                f"other copy, target {TARGET_RATIO}: {'pass' if passed else 'FAIL'}"
             )
     return 0 if passed else 1
 
