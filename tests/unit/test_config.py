@@ -5,13 +5,14 @@ import re
 import stat
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
 from offload import Config
 from offload.units import format_bytes, format_seconds, parse_bytes
 
-SIZES = ["min_offload_bytes", "window_bytes", "prefetch_bytes", "keep_last_bytes", "io_block_bytes"]
+SIZES = [f.name for f in attrs.fields(Config) if f.name.endswith("_bytes")]
 OPTIONAL_SIZES = ["disk_budget", "host_budget"]
 
 
