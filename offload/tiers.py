@@ -20,6 +20,7 @@ from offload.budget import Budget, Reservation
 from offload.config import Config
 from offload.engines import Engine, Request, Slot, open_engine
 from offload.errors import StorageError
+from offload.heap import Heap
 from offload.lanes import CpuLane, Lane
 from offload.live import LiveBytes
 from offload.report import Counters
@@ -56,6 +57,7 @@ class Tiers:
         self._arena = self._engine.arena(config.arena_bytes)
         self._lane: Lane = CpuLane(self._engine)
         self._store = DiskStore(self._engine, config.disk_dir, config.disk_budget)
+        self._heap = Heap(config.trim_bytes)
         self._window = Budget(config.window_bytes)
         self._ahead = Budget(config.prefetch_bytes)
         self._tail: deque[weakref.ref[Block]] = deque()  # newest blocks, still on the device
@@ -143,6 +145,7 @@ class Tiers:
         while self._copies and self._copies[0][0].copied_out():
             block, extent, hold = self._copies.popleft()
             block.settle_offload()
+            self._heap.released(block.nbytes)
             assert block.slot is not None
             slot = block.slot
             request = block.spill(self._store, extent)
@@ -271,6 +274,7 @@ class Tiers:
             if block.state is State.HOST and block.extent is not None:
                 block.release_slot()  # on cpu the storage aliases the slot and keeps its memory
         block.serve(ticket)
+        self._heap.released(block.nbytes)  # gradients of about that size come and go
         return storage
 
     def _wait_for_read(self, block: Block, ticket: Ticket) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from offload import _native
 from offload.engines.base import Arena, Engine, Request, Slot
+from offload.errors import StateError
 
 
 class NativeEngine(Engine):
@@ -14,8 +15,11 @@ class NativeEngine(Engine):
     name = "native"
 
     def __init__(self, directory: str, *, threads: int, block_bytes: int) -> None:
-        self._file = _native.File(directory)
-        self._queue = _native.Queue(self._file, threads=threads, block_bytes=block_bytes)
+        file = _native.File(directory)
+        self._file: _native.File | None = file
+        self._queue: _native.Queue | None = _native.Queue(
+            file, threads=threads, block_bytes=block_bytes
+        )
 
     def arena(self, capacity_bytes: int) -> Arena:
         # Not prefaulted: the lowest free memory is used first, so a session that needs little
@@ -33,13 +37,26 @@ class NativeEngine(Engine):
         return torch.frombuffer(cast(_native.Slot, slot), dtype=torch.uint8).untyped_storage()
 
     def reserve(self, end_bytes: int) -> None:
-        self._file.reserve(end_bytes)
+        self._open_file().reserve(end_bytes)
 
     def write(self, slot: Slot, offset: int) -> Request:
-        return self._queue.write(cast(_native.Slot, slot), offset)
+        return self._open_queue().write(cast(_native.Slot, slot), offset)
 
     def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
-        return self._queue.read(cast(_native.Slot, slot), offset, urgent=urgent, crc=checksum)
+        native_slot = cast(_native.Slot, slot)
+        return self._open_queue().read(native_slot, offset, urgent=urgent, crc=checksum)
 
     def close(self) -> None:
-        self._queue.close()
+        if self._queue is not None:
+            self._queue.close()
+        self._queue = self._file = None  # the descriptor and its disk space go with them
+
+    def _open_queue(self) -> _native.Queue:
+        if self._queue is None:
+            raise StateError("the engine is closed")
+        return self._queue
+
+    def _open_file(self) -> _native.File:
+        if self._file is None:
+            raise StateError("the engine is closed")
+        return self._file
