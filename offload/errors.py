@@ -55,4 +55,4 @@ def warn_user(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith((here, torch)):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, OffloadWarning, stacklevel=level - 1)
+    warnings.warn(message, OffloadWarning, stacklevel=level)

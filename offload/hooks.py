@@ -11,12 +11,12 @@ autocast caches; kinds without plain bytes (sparse, quantized, nested, fake, wra
 The cheapest test comes first: most saved tensors are small.
 """
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from offload.block import Block, Ticket, VersionWitness, modified_in_place
 from offload.config import Config
@@ -73,7 +73,9 @@ class Hooks:
         """``pack`` and ``unpack`` for one entry of a step; what we do not take goes to ``outer``,
         the pair before us.
         """
-        if outer is None:
+        if outer is None or outer[0].__module__ == torch.utils.checkpoint.__name__:
+            # Inside a checkpointed function the step takes the place of the recomputation. Its own
+            # pair counts what it is given, and must be given nothing rather than a part.
             return self._pack_or_alias, self.unpack
 
         def pack(tensor: torch.Tensor) -> object:
@@ -105,7 +107,7 @@ class Hooks:
         if placement is not Placement.DISK:
             self._tiers.live.track(storage)
             return self._kept("policy", nbytes)
-        if self._tiers.pid != os.getpid():  # a forked child must not touch its parent's file
+        if self._tiers.in_child:
             return self._kept("fork", nbytes)
         if _graph_task_id() != -1:
             # Saved inside a backward, by a recomputed region or for a double backward: wanted
@@ -119,6 +121,7 @@ class Hooks:
         self._counters.kept_bytes[reason] += nbytes
         return None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ticket:
         witness = VersionWitness(tensor)
         with self._tiers.lock:
@@ -143,7 +146,10 @@ class Hooks:
             return alias  # type: ignore[no-any-return]
         if type(packed) is Passed:
             return packed.unpack(packed.packed)
-        ticket: Ticket = packed
+        return self._unpack_ticket(packed)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unpack_ticket(self, ticket: Ticket) -> torch.Tensor:
         ticket.witness.check(ticket.layout)
         with self._tiers.lock:
             self._tiers.demand(ticket.block)

@@ -23,6 +23,7 @@ import torch
 from offload.block import State, Ticket
 from offload.tiers import Tiers
 
+MAX_FORWARDS = 256  # that one recording covers
 _Place = tuple[int, int]  # number of the tape in the step, ordinal of the ticket on the tape
 
 
@@ -101,6 +102,8 @@ class Prefetcher:
         thread = threading.get_ident()
         tape = self._open.get(thread)
         if tape is None:
+            if len(self._tapes) >= MAX_FORWARDS:  # one step around a whole training loop
+                self.begin_step()
             tape = self._open[thread] = Tape(len(self._tapes))
             self._tapes.append(tape)
         # The node that is being built has taken its number already: it is the last one given out.

@@ -1,6 +1,5 @@
 """Session: the context manager around training steps. It wires the parts and owns them."""
 
-import os
 import threading
 import time
 from types import TracebackType
@@ -87,7 +86,7 @@ class Session:
             if self._open_steps:
                 raise StateError("the session cannot be closed while one of its steps is open")
             self._closed = True
-            if self._hooks.live_blocks == 0 and self._tiers.pid == os.getpid():
+            if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
 
     def __reduce__(self) -> NoReturn:
@@ -117,8 +116,7 @@ class Session:
         """The step's first failure of the disk, if there was one."""
         with self._tiers.lock:
             self._open_steps -= 1
-            self._tiers.flush()
-            self._tiers.poll()
+            self._tiers.end_step()
             counters.ended_ns = time.perf_counter_ns()
             error = self._tiers.error
         if error is not None and not self._warned:

@@ -83,11 +83,14 @@ class DiskStore:
             try:
                 self._engine.reserve(size_bytes + more_bytes)
             except OSError as e:
-                refused = e
+                refused = (
+                    e.errno
+                )  # not the exception: it would hold this frame, and what that holds
             else:
                 self._free.grow(more_bytes)
                 return True
-        raise self.error("reserving space for", refused, size_bytes, lacking_bytes)
+        cause = OSError(refused, "")
+        raise self.error("reserving space for", cause, size_bytes, lacking_bytes)
 
     def write(self, slot: Slot, extent: Extent) -> Request:
         """Start writing ``slot`` to ``extent``. Both must live until the request has completed."""

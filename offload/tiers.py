@@ -6,6 +6,7 @@ Bytes on their way out are bounded by ``window_bytes`` and bytes brought back ea
 where it is, or in its slot: training goes on.
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -18,8 +19,8 @@ import torch
 from offload.block import Block, State, Ticket
 from offload.budget import Budget, Reservation
 from offload.config import Config
-from offload.engines import Engine, Request, Slot, open_engine
-from offload.errors import StorageError
+from offload.engines import PAGE_BYTES, Engine, Request, Slot, open_engine
+from offload.errors import StateError, StorageError
 from offload.heap import Heap
 from offload.lanes import CpuLane, Lane
 from offload.live import LiveBytes
@@ -47,7 +48,7 @@ class Tiers:
 
     def __init__(self, config: Config, engine: Engine | None = None) -> None:
         self.lock = threading.RLock()
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self.trace = Trace()
         self.live = LiveBytes()
         self.counters = Counters()
@@ -65,6 +66,7 @@ class Tiers:
         self._copies: deque[tuple[Block, Extent, Reservation]] = deque()
         self._writes: deque[_Transfer] = deque()
         self._reads: deque[_Transfer] = deque()
+        self._guesses: list[weakref.ref[Block]] = []  # read ahead in this step
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -72,28 +74,43 @@ class Tiers:
         """Count into ``counters`` from now on, and try the disk again if it had failed."""
         self.counters = counters
         self.error = None
+        if self.in_child:
+            return
         self._tail = deque(r for r in self._tail if r() is not None)
         self._tail_bytes = sum(b.nbytes for b in (r() for r in self._tail) if b is not None)
         self._store.budget.peak_bytes = self._store.budget.used_bytes
+        self._drop_guesses()
 
-    def flush(self) -> None:
-        """Send the tail out too: no backward is about to ask for it."""
+    def end_step(self) -> None:
+        """Send the tail out too, as no backward is about to ask for it; note what has completed.
+
+        Where failures are to be raised, everything in flight is seen out: a step raises its own.
+        """
+        if self.in_child:
+            return
         self._shrink_tail(0)
+        self.poll()
+        if self._config.on_error == "raise":
+            self._settle_all(self._writes)
 
     def close(self) -> None:
         """Finish what is in flight and let go of threads and file."""
-        for transfers in (self._writes, self._reads):
-            while transfers:
-                self._cancelled(transfers[0])
-                self._settle(transfers.popleft())
+        self._settle_all(self._writes)
+        self._settle_all(self._reads)
         self._engine.close()
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process was forked from the one that opened the tiers.
+
+        Its memory holds neither the parent's slots nor its threads, and the file is the parent's.
+        """
+        return os.getpid() != self._pid
 
     # -- out --------------------------------------------------------------------------------------
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
-        """Take on a new block. It joins the tail; what no longer fits there starts on its way to
-        the disk.
-        """
+        """Take on a new block. It joins the tail; what no longer fits there starts to leave."""
         self.poll()
         self.live.track(storage)
         self._tail.append(weakref.ref(block))
@@ -166,8 +183,7 @@ class Tiers:
                 if not self._writes:
                     return None
                 started_ns = started_ns or now_ns()
-                self._cancelled(self._writes[0])
-                self._settle(self._writes.popleft())
+                self._settle_first(self._writes)
         finally:
             if started_ns:
                 self._waited("backpressure_ns", started_ns)
@@ -176,8 +192,13 @@ class Tiers:
         """A slot of the arena; what is larger than the whole arena travels alone in memory of its
         own.
         """
-        if nbytes > self._arena.capacity_bytes:
+        # The slab may be larger than the budget: an engine rounds it up to whole pages.
+        budget_bytes = self._config.arena_bytes
+        padded_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        if padded_bytes > budget_bytes:
             return self._arena.allocate_outside(nbytes)
+        if self._arena.used_bytes + padded_bytes > budget_bytes:
+            return None
         return self._arena.allocate(nbytes)
 
     def poll(self) -> None:
@@ -185,29 +206,45 @@ class Tiers:
         self._spill_copied()
         for transfers in (self._writes, self._reads):
             while transfers and (transfers[0].request.done() or self._cancelled(transfers[0])):
-                self._settle(transfers.popleft())
+                self._settle_first(transfers)
 
     def _cancelled(self, transfer: _Transfer) -> bool:
         """Cancel what nobody waits for any more; False if it has begun, and has to be seen out."""
         return transfer.block() is None and transfer.request.cancel()
 
-    def _settle(self, transfer: _Transfer) -> None:
-        """See out one transfer, waiting if need be, and count it.
+    def _settle_all(self, transfers: "deque[_Transfer]") -> None:
+        while transfers:
+            self._settle_first(transfers)
 
-        A write that failed leaves the block in its slot. A read that failed is the business of
-        whoever asks.
+    def _settle_first(self, transfers: "deque[_Transfer]") -> None:
+        """See out the oldest of ``transfers``, waiting if need be.
+
+        It leaves the queue last: an interrupted wait must not forget what still runs.
+        """
+        self._cancelled(transfers[0])
+        self._settle(transfers[0])
+        transfers.popleft()
+
+    def _settle(self, transfer: _Transfer) -> None:
+        """Wait for a transfer, tell its block, and count it.
+
+        A write that failed leaves its block in the slot. A read that failed leaves it on the disk:
+        if it was a guess, nobody may ever ask, and whoever asks reads again.
         """
         block, request, nbytes = transfer.block(), transfer.request, transfer.extent.nbytes
         try:
-            if transfer.is_write and block is not None and block.request is request:
+            if block is None or block.request is not request:
+                request.wait()
+            elif transfer.is_write:
                 block.settle_spill()
             else:
-                request.wait()
+                block.settle_fetch()
         except OSError as e:
             if e.errno == errno.ECANCELED:
                 self.counters.cancelled_bytes += nbytes
             elif transfer.is_write:
                 self._fail(self._store.error("writing", e, transfer.extent.offset, nbytes))
+                self.counters.kept_bytes["error"] += block.nbytes if block is not None else 0
             return
         times = (request.start_ns, request.end_ns)
         self.counters.transfers.append(times)
@@ -215,9 +252,8 @@ class Tiers:
             self.counters.written_bytes += nbytes
         else:
             self.counters.read_bytes += nbytes
-        self.trace.emit(
-            "write" if transfer.is_write else "read", block.id if block else -1, nbytes, *times
-        )
+        name = "write" if transfer.is_write else "read"
+        self.trace.emit(name, block.id if block is not None else -1, nbytes, *times)
 
     # -- back -------------------------------------------------------------------------------------
 
@@ -230,7 +266,20 @@ class Tiers:
         if slot is None:
             return False
         self._fetch(block, slot, hold)
+        self._guesses.append(weakref.ref(block))
         return True
+
+    def _drop_guesses(self) -> None:
+        """Let go of what was read ahead and never asked for: a guess ends with its step."""
+        for block in (r() for r in self._guesses):
+            if block is None or block.reservation is None:
+                continue
+            if block.request is not None and (block.request.done() or block.request.cancel()):
+                with contextlib.suppress(OSError):
+                    block.settle_fetch()
+            if block.state is State.HOST:
+                block.release_slot()
+        self._guesses.clear()
 
     def _fetch(self, block: Block, slot: Slot, hold: Reservation | None) -> None:
         assert block.extent is not None
@@ -240,22 +289,36 @@ class Tiers:
         self._sample()
 
     def demand(self, block: Block) -> None:
-        """Backward wants ``block`` now: note how near it is, and start an urgent read if it is on
-        the disk.
+        """Backward wants ``block`` now: note how near it is, and start an urgent read if need be.
+
+        Raises:
+            StateError: this is a forked child, and the bytes are in the parent's hands.
         """
+        if self.in_child:
+            if block.state is State.LIVE:
+                return
+            raise StateError(
+                "this process was forked between the forward and its backward: the activations are "
+                "the parent's; run forward and backward in one process"
+            )
         self.poll()
         counters = self.counters
-        if block.state is State.FETCHING and block.request is not None and not block.request.done():
+        if block.state is State.FETCHING and block.request is not None and block.request.done():
+            with contextlib.suppress(OSError):  # a guess that failed: read again
+                block.settle_fetch()
+        if block.resident() is not None or block.state in (State.LIVE, State.SPILLING):
+            counters.hits += 1
+            counters.forwarded_bytes += block.nbytes
+        elif block.state is State.FETCHING and block.request is not None:
             counters.lates += 1
             block.request.promote()
-        elif block.state is State.DISK and block.resident() is None:
+        elif block.state is State.HOST:
+            counters.hits += 1
+            counters.forwarded_bytes += block.nbytes if block.extent is None else 0
+        else:
             counters.misses += 1
             slot = self._slot(block.nbytes) or self._arena.allocate_outside(block.nbytes)
             self._fetch(block, slot, None)
-        else:
-            counters.hits += 1
-            if block.state is not State.FETCHING:
-                counters.forwarded_bytes += block.nbytes
 
     def take(self, ticket: Ticket) -> torch.UntypedStorage:
         """The device storage of the ticket's demanded block, ordered before the caller's work.
@@ -304,11 +367,10 @@ class Tiers:
         counters.peak_live_bytes = max(counters.peak_live_bytes, held + self.live.alive_bytes)
 
     def _fail(self, error: StorageError) -> None:
-        """Note the step's first failure of the disk. Nothing more is sent out until the next
-        step.
-        """
+        """Note the step's first failure of the disk; nothing more is sent out until the next."""
         if self.error is None:
-            self.error = error
+            # Kept without its traceback, whose frames hold blocks and reservations.
+            self.error = error.with_traceback(None)
             self.counters.warnings[
                 f"{error}. Tensors stay in memory for the rest of this step"
             ] += 1

@@ -1,6 +1,10 @@
 """Bytes and times: read from what people write, printed as people read."""
 
+import re
+
 import humanfriendly
+
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str) -> int:
@@ -25,12 +29,12 @@ def parse_bytes(value: int | str, name: str) -> int:
     if isinstance(value, str):
         if value.lstrip().startswith("-"):
             raise ValueError(f"{name} is {value!r}; a size cannot be negative")
-        try:
-            return int(humanfriendly.parse_size(value))
-        except humanfriendly.InvalidSize:
+        # The library looks at the first letter of a unit only: '12 parsecs' would be petabytes.
+        if not _SIZE.fullmatch(value):
             raise ValueError(
                 f"{name} is {value!r}, which is no size; write '64MiB', '8GiB' or 1048576"
-            ) from None
+            )
+        return int(humanfriendly.parse_size(value))
     if value < 0:
         raise ValueError(f"{name} is {value}; a size cannot be negative")
     return value

@@ -3,10 +3,10 @@
 import importlib.util
 
 from offload.config import Config
-from offload.engines.base import Arena, Engine, Request, Slot
+from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot
 from offload.errors import warn_user
 
-__all__ = ["Arena", "Engine", "Request", "Slot", "native_is_built", "open_engine"]
+__all__ = ["PAGE_BYTES", "Arena", "Engine", "Request", "Slot", "native_is_built", "open_engine"]
 
 
 def native_is_built() -> bool:
