@@ -102,9 +102,12 @@ def drain(session: offload.Session) -> None:
     """See all writes and reads of ``session`` out."""
     tiers = session._tiers
     with tiers.lock:
-        for transfers in (tiers._writes, tiers._reads):
-            while transfers:
-                tiers._settle(transfers.popleft())
+        for transfer in (*tiers._writes, *tiers._reads):
+            with contextlib.suppress(OSError):
+                transfer.request.wait()
+        tiers.poll()
+        assert not tiers._writes
+        assert not tiers._reads
 
 
 @contextlib.contextmanager

@@ -48,7 +48,6 @@ def test_step_inside_a_checkpointed_function(session: Session) -> None:
     assert_same(step, session)
 
 
-@pytest.mark.xfail(strict=True, reason="parameters are handed on to checkpoint, all else is not")
 def test_offload_instead_of_recompute(session: Session) -> None:
     """As ``context_fn`` a step takes a region's saves: the forward runs once."""
     calls = []

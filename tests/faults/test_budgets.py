@@ -70,10 +70,7 @@ def test_host_memory(
     tmp_path: Path,
     options: dict[str, int],
     slow: bool,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if real_engine.name == "native" and "host_budget" in options:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the slab is rounded up"))
     watch = Watch(tmp_path)
     engine = LazyEngine(real_engine, reads=False) if slow else real_engine
     watch.session = open_session(_engine=engine, policy=watch, **options)

@@ -64,7 +64,6 @@ def test_writes_fail(open_session, faulty: FaultyEngine, good_writes: int, code:
     assert step.report.warnings == ()
 
 
-@pytest.mark.xfail(strict=True, reason="only what was not tried any more is counted")
 def test_what_a_failed_write_leaves_in_memory_is_counted(
     open_session, faulty: FaultyEngine
 ) -> None:
@@ -75,7 +74,6 @@ def test_what_a_failed_write_leaves_in_memory_is_counted(
     assert session.report().kept_bytes["error"] == 5 * NBYTES
 
 
-@pytest.mark.xfail(strict=True, reason="one frame short")
 def test_the_warning_points_at_the_users_line(open_session, faulty: FaultyEngine) -> None:
     session = open_session(_engine=faulty)
     faulty.good_writes = 0
@@ -124,7 +122,6 @@ def test_no_space_can_be_reserved(open_session, faulty: FaultyEngine, code: int)
     assert session.report().offloaded_blocks > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the error that is kept holds frames")
 def test_a_failure_keeps_no_tensor_alive(open_session, faulty: FaultyEngine) -> None:
     session = open_session(_engine=faulty)
     faulty.reserve_code = errno.ENOSPC
@@ -161,7 +158,6 @@ def test_reads_fail(
     assert torch.equal(run(session), EXPECTED)
 
 
-@pytest.mark.xfail(strict=True, reason="a failed read ahead is final")
 def test_a_read_that_failed_can_be_tried_again(open_session, faulty: FaultyEngine) -> None:
     session = open_session(_engine=faulty)
     x = rand(64, 64).requires_grad_()
@@ -337,7 +333,6 @@ class Interrupted:
         pass
 
 
-@pytest.mark.xfail(strict=True, reason="taken off the list before it is done")
 def test_interrupted_while_waiting_for_room(open_session, real_engine: Engine) -> None:
     """A write that is still running keeps its memory, its extent and its share of the window."""
     session = open_session(_engine=InterruptedOnce(real_engine), window_bytes=NBYTES)

@@ -85,7 +85,6 @@ def test_disk_is_full(tiny_disk: Path, open_session, engine: str) -> None:
     session.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the warning points at another line")
 def test_directory_in_memory_works_with_a_warning(
     tmp_path_factory: pytest.TempPathFactory, engine: str
 ) -> None:

@@ -302,7 +302,6 @@ class TestFork:
         assert torch.equal(x.grad, expected)
         assert step.report.offloaded_blocks == 3
 
-    @pytest.mark.xfail(strict=False, reason="the child asks for the parent's transfers")
     @pytest.mark.parametrize("keep_last_bytes", [0, 1 << 20])
     def test_in_the_middle_of_a_step(self, open_session, engine: str, keep_last_bytes: int) -> None:
         """The child leaves the step and goes on; the parent's bytes stay what they were."""
@@ -327,7 +326,6 @@ class TestFork:
         chain(x * 2, 6).backward()
         assert torch.equal(got, x.grad)
 
-    @pytest.mark.xfail(strict=False, reason="the child asks for the parent's transfers")
     def test_backward_of_the_parents_graph_in_a_child(self, session: Session) -> None:
         """Bytes on the parent's disk are out of reach: a clear error, or the right gradient."""
         x = rand(4096).requires_grad_()

@@ -176,7 +176,6 @@ def test_another_shape_is_not_mistaken_for_what_was_learned(session: offload.Ses
         assert torch.equal(x.grad, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="what was read ahead in vain stays")
 def test_a_wrong_guess_does_not_spoil_the_steps_after(open_session, any_engine: str) -> None:
     """What was read ahead for a graph that is kept but not used again must not fill the window."""
     nbytes = 64 * 64 * 4
@@ -203,7 +202,6 @@ def test_a_wrong_guess_does_not_spoil_the_steps_after(open_session, any_engine: 
     del kept, losses
 
 
-@pytest.mark.xfail(strict=True, reason="every forward of a step is remembered")
 def test_one_long_step_does_not_pile_up(open_session, any_engine: str) -> None:
     """A step around a whole training loop holds no more than its newest forwards."""
     session = open_session(engine=any_engine)

@@ -84,7 +84,6 @@ def test_grows_by_segments_and_near_the_end_by_what_is_lacking() -> None:
         store.allocate(PAGE)
 
 
-@pytest.mark.xfail(strict=True, reason="the error holds the frame that holds the reservation")
 def test_refused_space_is_given_back() -> None:
     engine = Reservations()
     engine.most_bytes = 0
