@@ -14,6 +14,8 @@ disk and to *fetch* is to read it back; the *arena* is the host memory through w
 *slot* one region of it; an *extent* is a region of the scratch file.
 """
 
+import torch._dynamo
+
 from offload.config import Config
 from offload.errors import (
     ModifiedInPlaceError,
@@ -25,6 +27,9 @@ from offload.errors import (
 from offload.plan import Placement, Policy, SavedTensor, offload_all
 from offload.report import StepReport
 from offload.session import Session
+
+# When a step is entered inside compiled code, dynamo must run our functions, not trace into them.
+torch._dynamo.trace_rules.add(__name__)
 
 __version__ = "0.1.0"
 

@@ -70,21 +70,22 @@ class Hooks:
         return len(self._blocks)
 
     def pair(self, outer: HookPair | None) -> HookPair:
-        """``pack`` and ``unpack`` for one entry of a step; what we do not take goes to ``outer``,
-        the pair before us.
+        """``pack`` and ``unpack`` for one entry of a step.
+
+        What we do not take goes to ``outer``, the pair before us. Inside a checkpointed function it
+        stays instead: the step takes the place of the recomputation there, and checkpoint's own
+        pair counts what it is given. It must be given nothing rather than a part.
         """
-        if outer is None or outer[0].__module__ == torch.utils.checkpoint.__name__:
-            # Inside a checkpointed function the step takes the place of the recomputation. Its own
-            # pair counts what it is given, and must be given nothing rather than a part.
-            return self._pack_or_alias, self.unpack
+        if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
+            outer = None
 
         def pack(tensor: torch.Tensor) -> object:
-            return self._pack(tensor) or Passed(outer, tensor)
+            taken = self._pack(tensor)
+            if taken is not None:
+                return taken
+            return Passed(outer, tensor) if outer else (tensor.detach(), tensor._version)
 
         return pack, self.unpack
-
-    def _pack_or_alias(self, tensor: torch.Tensor) -> object:
-        return self._pack(tensor) or (tensor.detach(), tensor._version)
 
     def _pack(self, tensor: torch.Tensor) -> object:
         """A ticket for a tensor that leaves, ``None`` for one that stays. Never raises for I/O."""
@@ -94,7 +95,8 @@ class Hooks:
         except (NotImplementedError, RuntimeError):  # sparse and other kinds without a storage
             return self._kept("kind", 0)
         if nbytes < self._min_bytes:
-            return self._kept("small", nbytes)
+            self._counters.kept_bytes["small"] += nbytes
+            return None
         if is_parameter_like(tensor) or _is_cast_of_parameter(tensor):
             return self._kept("parameter", nbytes)
         if _is_part_of_data(tensor, nbytes):
@@ -121,7 +123,6 @@ class Hooks:
         self._counters.kept_bytes[reason] += nbytes
         return None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ticket:
         witness = VersionWitness(tensor)
         with self._tiers.lock:
@@ -146,10 +147,7 @@ class Hooks:
             return alias  # type: ignore[no-any-return]
         if type(packed) is Passed:
             return packed.unpack(packed.packed)
-        return self._unpack_ticket(packed)  # type: ignore[no-any-return]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unpack_ticket(self, ticket: Ticket) -> torch.Tensor:
+        ticket: Ticket = packed
         ticket.witness.check(ticket.layout)
         with self._tiers.lock:
             self._tiers.demand(ticket.block)

@@ -149,7 +149,6 @@ class Step:
             )
         return StepReport.of([self._counters])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> "Step":
         if self._counters is not None:
             raise StateError("a step is entered once; call session.step() for each")
@@ -167,7 +166,6 @@ class Step:
         self._hooks.__enter__()
         return self
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
