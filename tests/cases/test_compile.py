@@ -27,7 +27,6 @@ def test_compiled_model(session: Session) -> None:
     assert session.report().offloaded_blocks > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the compiler traces into pack and unpack")
 def test_step_inside_a_compiled_function(session: Session) -> None:
     """Entering a step is a graph break, not an error."""
 

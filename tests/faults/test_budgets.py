@@ -27,7 +27,8 @@ class Watch:
         assert self.session is not None
         arena = self.session._tiers._arena
         self.host_bytes.append(arena.used_bytes + arena.outside_bytes)
-        self.disk_bytes.extend(f.st_blocks * 512 for f in scratch_files(self.directory))
+        # Not st_blocks: a file system counts blocks of its own there as well.
+        self.disk_bytes.extend(f.st_size for f in scratch_files(self.directory))
 
     def __call__(self, _: offload.SavedTensor) -> offload.Placement:
         self.look()

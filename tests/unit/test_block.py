@@ -139,6 +139,7 @@ def test_bytes_survive(rig: Rig, state: str) -> None:
 def test_a_block_that_dies_gives_all_back(rig: Rig) -> None:
     rig.to("HOST_AND_DISK")
     del rig.block, rig.ticket
+    wait_until(lambda: rig.arena.used_bytes == 0)
     assert (rig.arena.used_bytes, rig.store.budget.used_bytes) == (0, 0)
 
 
@@ -182,6 +183,7 @@ def test_a_reloaded_copy_goes_when_all_have_been_served(rig: Rig) -> None:
     rig.block.serve(second)
     assert rig.block._device is None
     assert rig.block.resident() is None
+    wait_until(lambda: rig.arena.used_bytes == 0)
     assert rig.arena.used_bytes == 0
 
 
