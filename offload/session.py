@@ -39,8 +39,8 @@ class Session:
         >>> with offload.Session(min_offload_bytes=0, keep_last_bytes=0) as session:
         ...     with session.step() as step:
         ...         model(torch.randn(256, 64)).sum().backward()
-        >>> step.report.misses, step.report.offloaded_bytes > 500_000
-        (0, True)
+        >>> step.report.offloaded_bytes > 500_000
+        True
     """
 
     def __init__(

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Checks a machine with an accelerator: the suite, what a session does beside it, and the step bench
+# on its host. Ends at once, successfully, where there is none.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
+  echo "no accelerator here: nothing to check"
+  exit 0
+fi
+"$PYTHON" -c 'import torch; print("accelerator:", torch.accelerator.current_accelerator())'
+"$PYTHON" -m pytest tests/gpu tests/cases -q
+"$PYTHON" scripts/bench_step.py --workload gpt --modes plain,checkpoint,offload --rounds 2
