@@ -109,7 +109,7 @@ class SlotHandle {
       lease_ = lease;
     }
     auto owned = std::make_unique<LeaseHolder>(std::move(lease));
-    const py::capsule capsule(owned.get(), [](void* pointer) {
+    py::capsule capsule(owned.get(), [](void* pointer) {
       const std::unique_ptr<LeaseHolder> dropped(static_cast<LeaseHolder*>(pointer));
     });
     static_cast<void>(owned.release());  // the capsule's now
@@ -126,6 +126,7 @@ class QueueHandle {
   QueueHandle(std::shared_ptr<File> file, const Queue::Options& options)
       : queue_(std::make_unique<Queue>(std::move(file), options)) {}
 
+  // NOLINTNEXTLINE(bugprone-exception-escape): nothing to unwind to if the GIL cannot be let go
   ~QueueHandle() {
     const py::gil_scoped_release no_gil;
     queue_.reset();
@@ -328,6 +329,7 @@ void BindQueue(py::module_& module) {
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The native engine: a page-aligned arena, a scratch file, a bounded I/O queue.";
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): the signature is pybind11's
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

@@ -167,7 +167,7 @@ class Pool {
                               [this] { Serve(); });
       }
     } catch (const std::system_error&) {
-      // The process may start no more threads: those there are, or the caller alone, will do.
+      return;  // no more threads for this process: those there are, or the caller alone, will do
     }
   }
 

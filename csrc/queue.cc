@@ -282,7 +282,7 @@ bool QueueCore::ChecksumMatches(const Request& request, size_t block_bytes) {
     crc = Crc32cCombine(crc, piece_crc, piece_bytes);
     begin += piece_bytes;
   }
-  return crc == *request.transfer_.crc;
+  return request.transfer_.crc == crc;
 }
 
 Request::Request(std::shared_ptr<QueueCore> core, Transfer transfer)
