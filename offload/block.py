@@ -171,11 +171,14 @@ class Block:
         """Whether the copy out has completed, so that ``settle_offload`` may be called."""
         return self._fence is not None and self._fence.done()
 
-    def settle_offload(self) -> None:
-        """OFFLOADING -> HOST, once the copy out is done: the original may go."""
+    def settle_offload(self) -> torch.UntypedStorage:
+        """OFFLOADING -> HOST, once the copy out is done. Returns the original: it may go now."""
         self._expect(State.OFFLOADING)
+        original = self._device
+        assert original is not None
         self._fence = self._device = None
         self.state = State.HOST
+        return original
 
     def spill(self, store: DiskStore, extent: Extent) -> Request:
         """HOST -> SPILLING: start writing the slot to ``extent``."""

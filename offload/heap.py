@@ -3,33 +3,47 @@
 glibc keeps freed memory for the next allocation, but before 2.38 it cannot reuse a freed block for
 an aligned request of the same size, which is what every tensor is. A tensor that leaves in the
 middle of a forward leaves a hole that the next one does not fit into: the process keeps growing
-although its tensors do not. ``malloc_trim`` returns the pages inside such holes. They have to be
-faulted in again when they are used again, so it is called only once the process has really grown.
+although its tensors do not. Two remedies, the second for what the first cannot see (gradients that
+come and go in backward):
+
+- the pages of a storage that has left are returned just before its last owner, which is this
+  module, lets go of it;
+- once the process has grown by a given amount, ``malloc_trim`` returns the pages of all holes.
+  They have to be faulted in again when they are used again, so this is done only then.
 """
 
 import ctypes
+import mmap
+import sys
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import psutil
+import torch
 
 _LOOK_EVERY_BYTES = 16 << 20  # let go between two looks at the size of the process
+_MAX_RETIRED = 8  # storages that wait for their other owners
+_MIN_BYTES = 64 << 10  # smaller ones are not worth the calls
+_MADV_DONTNEED = 4
 
 
-def _find_trim() -> Callable[[int], int] | None:
+def _library_call(name: str, *argtypes: Any) -> Callable[..., int] | None:
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        call = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):  # another C library keeps its heap in another way
         return None
-    trim.argtypes = [ctypes.c_size_t]
-    trim.restype = ctypes.c_int
-    return trim
+    call.argtypes = list(argtypes)
+    call.restype = ctypes.c_int
+    return call  # type: ignore[no-any-return]
 
 
 class Heap:
-    """Trims the heap whenever the process has grown by ``trim_bytes`` over its smallest size since.
+    """Returns the pages of retired storages, and trims the heap whenever the process has grown by
+    ``trim_bytes`` over its smallest size since.
 
     Args:
-        trim_bytes: growth of the resident memory that is let pass; 0 never trims.
+        trim_bytes: growth of the resident memory that is let pass; 0 leaves all to the C library.
 
     Example:
         >>> heap = Heap(64 << 20)
@@ -40,11 +54,47 @@ class Heap:
 
     def __init__(self, trim_bytes: int) -> None:
         self.trims = 0
+        self.returned_bytes = 0  # of storages whose pages went at once
         self._trim_bytes = trim_bytes
         self._released_bytes = 0
+        self._retired: deque[torch.UntypedStorage] = deque()
         self._process = psutil.Process()
         self._smallest_bytes = self._resident_bytes()
-        self._trim = _find_trim() if trim_bytes else None
+        linux = trim_bytes and sys.platform == "linux"
+        self._trim = _library_call("malloc_trim", ctypes.c_size_t) if linux else None
+        self._advise = (
+            _library_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            if linux
+            else None
+        )
+
+    def retire(self, storage: torch.UntypedStorage) -> None:
+        """Let go of a storage that was copied elsewhere, once nobody else has it.
+
+        The forward often still has it for an operation or two; where it is held for longer than the
+        next few storages, it is left to whoever does.
+        """
+        if self._advise is not None and _is_worth_returning(storage):
+            self._retired.append(storage)
+        nbytes = storage.nbytes()
+        del storage  # or it would have an owner more
+        self.sweep()
+        self.released(nbytes)
+
+    def sweep(self, keep: int = _MAX_RETIRED) -> None:
+        """Return the pages of every retired storage that nobody else has; ``keep`` may still
+        wait.
+        """
+        for _ in range(len(self._retired)):
+            storage = self._retired.popleft()
+            # Its owners in C++ (tensors, graphs) count as uses, those in Python as references: to
+            # the name here and to the argument.
+            if torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) == 2:
+                self._return_pages(storage)
+            else:
+                self._retired.append(storage)
+        while len(self._retired) > keep:
+            self._retired.popleft()
 
     def released(self, nbytes: int) -> None:
         """Count ``nbytes`` as let go, and trim if it is time to."""
@@ -59,5 +109,27 @@ class Heap:
             resident_bytes = self._smallest_bytes = self._resident_bytes()
         self._smallest_bytes = min(self._smallest_bytes, resident_bytes)
 
+    def _return_pages(self, storage: torch.UntypedStorage) -> None:
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and self._advise is not None:
+            self._advise(start, end - start, _MADV_DONTNEED)
+            self.returned_bytes += end - start
+
     def _resident_bytes(self) -> int:
         return int(self._process.memory_info().rss)
+
+
+def _is_worth_returning(storage: torch.UntypedStorage) -> bool:
+    """Whether it is large and torch's ordinary allocator made it.
+
+    Memory that belongs to somebody else (NumPy, a file) cannot be resized; pages that a device has
+    pinned must not move.
+    """
+    return (
+        storage.nbytes() >= _MIN_BYTES
+        and storage.device.type == "cpu"
+        and storage.resizable()
+        and not storage.is_shared()
+        and not storage.is_pinned()
+    )

@@ -90,6 +90,7 @@ class Tiers:
             return
         self._shrink_tail(0)
         self.poll()
+        self._heap.sweep(keep=0)
         if self._config.on_error == "raise":
             self._settle_all(self._writes)
 
@@ -161,8 +162,7 @@ class Tiers:
         """OFFLOADING -> SPILLING for every block whose copy out has completed."""
         while self._copies and self._copies[0][0].copied_out():
             block, extent, hold = self._copies.popleft()
-            block.settle_offload()
-            self._heap.released(block.nbytes)
+            self._heap.retire(block.settle_offload())
             assert block.slot is not None
             slot = block.slot
             request = block.spill(self._store, extent)
@@ -204,6 +204,7 @@ class Tiers:
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""
         self._spill_copied()
+        self._heap.sweep()
         for transfers in (self._writes, self._reads):
             while transfers and (transfers[0].request.done() or self._cancelled(transfers[0])):
                 self._settle_first(transfers)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import torch
 
 from offload.heap import Heap
@@ -51,3 +52,86 @@ def test_zero_never_trims():
     heap.released(1 << 40)
     assert heap.trims == 0
     del blocks
+
+
+# The same heap, in a process of its own for the same reason: what stays, and what goes at once.
+RETIRE = """
+import json, psutil, torch
+from offload.heap import Heap
+MiB = 1 << 20
+resident = lambda: psutil.Process().memory_info().rss
+heap = Heap(trim_bytes=1 << 40)
+heap_tensor = lambda: torch.ones(16 * MiB, dtype=torch.uint8)
+torch.ones(31 * MiB, dtype=torch.uint8)  # glibc takes 16 MiB from its heap from now on
+tensors = [heap_tensor() for _ in range(8)]
+fence = torch.ones(64 << 10, dtype=torch.uint8)
+grown = resident()
+while tensors:
+    heap.retire(tensors.pop(0).untyped_storage())
+print(json.dumps({"given_back": grown - resident(), "returned": heap.returned_bytes}))
+"""
+
+
+def test_pages_of_retired_storages_are_returned():
+    done = subprocess.run(
+        [sys.executable, "-c", RETIRE], capture_output=True, text=True, check=True
+    )
+    figures = json.loads(done.stdout)
+    assert figures["returned"] > 8 * 16 * MiB - 8 * 2 * 4096 - 1
+    assert figures["given_back"] > 7 * 16 * MiB
+
+
+def large() -> torch.Tensor:
+    return torch.full((MiB,), 7, dtype=torch.uint8)
+
+
+def test_what_a_tensor_still_has_is_untouched_until_it_lets_go():
+    heap = Heap(trim_bytes=1 << 40)
+    tensor = large()
+    heap.retire(tensor.untyped_storage())
+    heap.sweep()
+    assert heap.returned_bytes == 0
+    assert torch.equal(tensor, large())
+    del tensor
+    heap.sweep()
+    assert heap.returned_bytes > MiB // 2
+
+
+def test_what_python_still_has_is_untouched():
+    """The storage object itself is one use, however many names it has."""
+    heap = Heap(trim_bytes=1 << 40)
+    storage = large().untyped_storage()
+    heap.retire(storage)
+    heap.sweep()
+    assert heap.returned_bytes == 0
+    assert set(storage.tolist()) == {7}
+
+
+def test_what_numpy_owns_is_untouched():
+    heap = Heap(trim_bytes=1 << 40)
+    array = np.full(MiB, 7, dtype=np.uint8)
+    heap.retire(torch.from_numpy(array).untyped_storage())
+    heap.sweep()
+    assert heap.returned_bytes == 0
+    assert (array == 7).all()
+
+
+def test_what_numpy_borrows_is_untouched():
+    heap = Heap(trim_bytes=1 << 40)
+    tensor = large()
+    array = tensor.numpy()
+    heap.retire(tensor.untyped_storage())
+    del tensor
+    heap.sweep()
+    assert heap.returned_bytes == 0
+    assert (array == 7).all()
+
+
+def test_few_storages_wait_for_their_owners():
+    heap = Heap(trim_bytes=1 << 40)
+    tensors = [large() for _ in range(20)]
+    for tensor in tensors:
+        heap.retire(tensor.untyped_storage())
+    tensors.clear()
+    heap.sweep()
+    assert heap.returned_bytes < 9 * MiB
