@@ -1,0 +1,45 @@
+"""Tests on the simulated accelerator, for a process of their own: ``pytest tests/sim``.
+
+torch keeps a backend for good, and from then on has an accelerator, so these tests stay out of runs
+that do not name them.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that "simdev" is found
+
+import simdev
+
+HERE = Path(__file__).parent
+
+collect_ignore = ["simdev"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect nothing unless the command line names this folder or something in it."""
+    named = [Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args]
+    return None if any(path.resolve().is_relative_to(HERE) for path in named) else True
+
+
+@pytest.fixture(scope="session")
+def _backend() -> None:
+    reason = simdev.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    simdev.load()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_device(_backend: None) -> Iterator[None]:
+    """The defaults before each test, and no race that nobody has looked at after it."""
+    gc.collect()
+    simdev.reset()
+    yield
+    torch.accelerator.synchronize()
+    assert simdev.races() == []
