@@ -43,3 +43,10 @@ def _fresh_device(_backend: None) -> Iterator[None]:
     yield
     torch.accelerator.synchronize()
     assert simdev.races() == []
+
+
+@pytest.fixture(params=list(simdev.Scheduler), ids=lambda scheduler: scheduler.name.lower())
+def scheduler(request: pytest.FixtureRequest, _fresh_device: None) -> simdev.Scheduler:
+    """Each scheduler in turn, configured."""
+    simdev.configure(scheduler=request.param)
+    return request.param

@@ -125,7 +125,8 @@ def reset() -> None:
     """Run all that is queued, then forget configuration, races, errors, faults and counters.
 
     Caches of memory are emptied. Virtual time starts from 0, peaks from what is allocated now.
-    Tensors stay valid and foreign memory stays registered. No other thread may use the device meanwhile.
+    Tensors stay valid and foreign memory stays registered. No other thread may use the device
+    meanwhile.
     """
     native().reset()
 
