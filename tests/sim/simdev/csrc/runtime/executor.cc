@@ -3,11 +3,18 @@
 #include <chrono>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace sim {
+namespace {
+
+constexpr uint64_t kOdds = 8;
+
+}  // namespace
 
 void Executor::Push(Lock& lock, StreamId id, Task task) {
   Stream& stream = streams_[id];
+  task.number = tasks_queued_++;
   stream.waiting.push_back(std::move(task));
   ++stream.queued;
   switch (scheduler_) {
@@ -57,6 +64,7 @@ void Executor::Restart(Lock& lock, Scheduler scheduler, uint64_t seed) {
   EndWorkers(lock);
   scheduler_ = scheduler;
   random_.seed(seed);
+  progress_odds_ = random_() % kOdds;
 }
 
 void Executor::Serve(Stream& stream) {
@@ -121,8 +129,17 @@ void Executor::Force(Lock& lock, StreamId id, uint64_t position) {
 }
 
 void Executor::RunSome(Lock& lock) {
-  while (random_() % 2 != 0) {
-    Nudge(lock, static_cast<StreamId>(random_() % kStreams));
+  while (random_() % kOdds < progress_odds_) {
+    // By the age of their next task: the same choices, whichever streams the pool gave out.
+    std::vector<Stream*> ready;
+    for (Stream& stream : streams_) {
+      if (!stream.is_running && !stream.waiting.empty()) ready.push_back(&stream);
+    }
+    if (ready.empty()) return;
+    std::sort(ready.begin(), ready.end(), [](const Stream* a, const Stream* b) {
+      return a->waiting.front().number < b->waiting.front().number;
+    });
+    RunNext(lock, *ready[random_() % ready.size()]);
   }
 }
 

@@ -33,6 +33,7 @@ struct Task {
   MarkPtr wait;                   // must be done first
   MarkPtr signal;                 // done with this task
   bool fails = false;             // an injected fault: instead of the body
+  uint64_t number = 0;            // set by Push: how many were queued before, on all streams
 };
 
 class Executor {
@@ -88,7 +89,9 @@ class Executor {
   std::array<Stream, kStreams> streams_;
   Scheduler scheduler_ = Scheduler::kEager;
   std::mt19937_64 random_;
+  uint64_t progress_odds_ = 0;  // kRandom: drawn with each seed, as no one pace finds all
   bool is_stopping_ = false;
+  uint64_t tasks_queued_ = 0;
   uint64_t tasks_run_ = 0;
   std::string error_;
   std::array<std::mutex, 2> links_;  // held while a copy sleeps: H2D, D2H
