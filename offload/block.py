@@ -8,10 +8,11 @@
     DISK                       x              fetch -> FETCHING
     FETCHING     being filled  x              settle_fetch -> HOST, or DISK if the read failed
 
-The state names the copy that lasts. (x): held if the bytes came from there. The device storage
-stands beside it: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that is
-shared by all tickets until each has been served, and known weakly for as long as anybody else
-holds it.
+The state names the copy that lasts. (x): held if the bytes came from there. HOST means that the
+device may let go of the original; on an accelerator the last of the copy may still be on its way,
+and ``copied`` tells. The device storage stands beside the state: LIVE and OFFLOADING hold the
+original; later ``reload`` makes a copy that is shared by all tickets until each has been served,
+and known weakly for as long as anybody else holds it.
 
 One method is one transition. It opens with the states it accepts and sets the new state last.
 
@@ -22,6 +23,7 @@ is in flight is held by whoever watches the request as well, so that neither mem
 is used again under a running transfer.
 """
 
+import functools
 import itertools
 import weakref
 from enum import Enum, auto
@@ -32,8 +34,9 @@ from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 from offload.budget import Reservation
 from offload.engines import Request, Slot
 from offload.errors import ModifiedInPlaceError, StateError
-from offload.lanes import Fence, Lane
+from offload.lanes import DONE, Fence, Lane
 from offload.layout import TensorLayout
+from offload.plan import Placement
 from offload.store import DiskStore, Extent
 
 
@@ -53,7 +56,11 @@ def _weak(storage: torch.UntypedStorage) -> _StorageWeakRef:
 
 
 _block_ids = itertools.count()
-_NOTHING = torch.empty(0)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, device=device)
 
 
 class VersionWitness:
@@ -69,7 +76,7 @@ class VersionWitness:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = tensor._version
         self.counter = tensor.detach()
-        self.counter.data = _NOTHING
+        self.counter.data = _nothing(tensor.device)
 
     @property
     def modified(self) -> bool:
@@ -113,15 +120,18 @@ class Block:
 
     __slots__ = (
         "__weakref__",
+        "_arrived",
         "_device",
         "_device_ref",
-        "_fence",
         "_origin",
         "checksum",
+        "copied",
+        "device",
         "extent",
         "generation",
         "id",
         "nbytes",
+        "placement",
         "request",
         "reservation",
         "slot",
@@ -130,9 +140,13 @@ class Block:
         "witness",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, witness: VersionWitness) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, witness: VersionWitness, placement: Placement
+    ) -> None:
         self.id = next(_block_ids)
         self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.placement = placement
         self.state = State.LIVE
         self.witness = witness
         self.tickets: list[weakref.ref[Ticket]] = []
@@ -144,7 +158,8 @@ class Block:
         self.reservation: Reservation | None = (
             None  # of prefetched bytes that nobody has asked for yet
         )
-        self._fence: Fence | None = None
+        self.copied: Fence = DONE  # the copy out
+        self._arrived: Fence = DONE  # the copy in
         self._device: torch.UntypedStorage | None = storage
         # Held for as long as the block lives: while it is, torch does not give the storage's
         # address to another one, so the address is a safe key. It also finds the original if
@@ -163,27 +178,25 @@ class Block:
         """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
         self._expect(State.LIVE)
         assert self._device is not None
-        self._fence, self.checksum = lane.copy_out(slot, self._device, checksum=checksum)
+        self.copied, self.checksum = lane.copy_out(slot, self._device, checksum=checksum)
         self.slot = slot
         self.state = State.OFFLOADING
 
-    def copied_out(self) -> bool:
-        """Whether the copy out has completed, so that ``settle_offload`` may be called."""
-        return self._fence is not None and self._fence.done()
-
-    def settle_offload(self) -> torch.UntypedStorage:
-        """OFFLOADING -> HOST, once the copy out is done. Returns the original: it may go now."""
+    def settle_offload(self, lane: Lane) -> torch.UntypedStorage:
+        """OFFLOADING -> HOST. Returns the original, which may now be dropped."""
         self._expect(State.OFFLOADING)
         original = self._device
         assert original is not None
-        self._fence = self._device = None
+        lane.let_go(original, self.copied)
+        self._device = None
         self.state = State.HOST
         return original
 
-    def spill(self, store: DiskStore, extent: Extent) -> Request:
-        """HOST -> SPILLING: start writing the slot to ``extent``."""
+    def spill(self, lane: Lane, store: DiskStore, extent: Extent) -> Request:
+        """HOST -> SPILLING: start writing the slot to ``extent``. Waits for the copy out."""
         self._expect(State.HOST)
         assert self.slot is not None
+        lane.host_reads(self.slot, self.copied)
         self.request = store.write(self.slot, extent)
         self.extent = extent
         self.state = State.SPILLING
@@ -207,11 +220,18 @@ class Block:
     # -- back -------------------------------------------------------------------------------------
 
     def fetch(
-        self, store: DiskStore, slot: Slot, *, urgent: bool, reservation: Reservation | None
+        self,
+        lane: Lane,
+        store: DiskStore,
+        slot: Slot,
+        *,
+        urgent: bool,
+        reservation: Reservation | None,
     ) -> Request:
         """DISK -> FETCHING: start reading the extent into ``slot``."""
         self._expect(State.DISK)
         assert self.extent is not None
+        lane.host_writes(slot)
         self.request = store.read(slot, self.extent, urgent=urgent, checksum=self.checksum)
         self.slot = slot
         self.reservation = reservation
@@ -235,9 +255,8 @@ class Block:
         """Make a device copy of the host bytes. The state stays: it names the copy that lasts."""
         self._expect(State.HOST, State.SPILLING)
         assert self.slot is not None
-        self._device, self._fence = lane.copy_in(self.slot)
+        self._device, self._arrived = lane.copy_in(self.slot, self.copied, self.device)
         self._device_ref = _weak(self._device)
-        self.reservation = None
         self.generation += 1
 
     def release_slot(self) -> None:
@@ -245,16 +264,22 @@ class Block:
         self._expect(State.HOST)
         if self.extent is None:
             raise StateError(f"block {self.id} has no other copy than its slot")
-        self.slot = self.reservation = None
+        self.slot = None
         self.state = State.DISK
+
+    def unload(self) -> None:
+        """Let go of a reloaded copy that nobody has asked for."""
+        self.reservation = None
+        if self.state not in (State.LIVE, State.OFFLOADING):
+            self._device = None
+            self._arrived = DONE
 
     # -- use --------------------------------------------------------------------------------------
 
     def resident(self) -> torch.UntypedStorage | None:
-        """The device storage if there is one now: held here, or kept alive by somebody else."""
-        if self._fence is not None:
-            self._fence.wait()
-            self._fence = None
+        """The device storage if there is one: held here, or kept alive by somebody else. Whoever
+        is going to use it asks ``serve``.
+        """
         if self._device is not None:
             return self._device
         for ref in (self._device_ref, self._origin):
@@ -265,18 +290,30 @@ class Block:
                 return storage
         return None
 
-    def serve(self, ticket: Ticket) -> None:
-        """Count ``ticket`` as served, and let a reloaded copy go once every ticket has been.
+    @property
+    def arrived(self) -> bool:
+        """Whether a reload has completed, and not only been started."""
+        return self._arrived.done()
+
+    def serve(self, lane: Lane, ticket: Ticket) -> torch.UntypedStorage:
+        """The resident storage, ordered before the caller's work. Counts ``ticket`` as served, and
+        lets a reloaded copy go once every ticket has been.
 
         Without this, a storage that two operators saved would be read twice; with a reference held
         for as long as the block lives, a retained graph would fill the memory again.
         """
+        storage = self.resident()
+        assert storage is not None
+        self.reservation = None
         ticket.served = self.generation
         if self.state in (State.LIVE, State.OFFLOADING):
-            return  # the original is the only copy
+            return storage  # the original is the only copy, and autograd has ordered its streams
+        if storage._cdata == self._device_ref.cdata != self._origin.cdata:
+            lane.before_use(storage, self._arrived)
         self.tickets = [r for r in self.tickets if r() is not None]
         if all(t is None or t.served == self.generation for t in (r() for r in self.tickets)):
             self._device = None
+        return storage
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

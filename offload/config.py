@@ -5,9 +5,10 @@ import tempfile
 from typing import Any, Literal
 
 import attrs
+import torch
 from attrs import Attribute, Converter, field
 
-from offload.machine import filesystem_of
+from offload.machine import available_memory_bytes, filesystem_of
 from offload.units import format_bytes, parse_bytes
 
 MiB = 1 << 20
@@ -55,22 +56,52 @@ def _one_of(*choices: object) -> Any:
     return check
 
 
+def _to_device(value: str | torch.device | None) -> torch.device:
+    """The one given, else the machine's accelerator, else the CPU."""
+    if value is None:
+        accelerator = _accelerator()
+        return accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device is {value!r}, which torch does not know: {e}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = _accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        has = f"{accelerator.type!r} and 'cpu'" if accelerator is not None else "'cpu' only"
+        raise ValueError(f"device is {value!r}, but this machine and its torch have {has}")
+    return device
+
+
+def _accelerator() -> torch.device | None:
+    """The kind of accelerator here. One that shares the host's memory (mps) is none for us."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None or device.type == "mps" else torch.device(device.type)
+
+
 @attrs.frozen(kw_only=True)
 class Config:
     """The options of a ``Session``. Sizes take bytes as an int or a text like ``"8GiB"``.
 
     Args:
-        device: whose activations are managed. ``"cpu"``: they go from memory to disk.
+        device: whose activations are managed. ``"cpu"``: they go from memory to disk. ``"cuda"``
+            or another accelerator: from all devices of that kind to host memory, and on to the
+            disk when that runs short; ``"cuda:1"``: from that one only. ``None``: the machine's
+            accelerator, or the CPU if there is none.
         engine: ``"native"`` (C++) or ``"aio"`` (Python, works without a compiler). ``None``: native
             where the extension was built, else aio with one warning.
         disk_dir: directory of the scratch file. ``None``: ``$OFFLOAD_DIR``, else the system's
             temporary directory. The file never has a name, so nothing of it survives the process.
         disk_budget: most bytes of that file. ``None``: what the file system has.
         host_budget: most bytes of host memory that hold copies on their way out or back.
-            ``None``: ``window_bytes + prefetch_bytes``.
+            ``None``: ``window_bytes + prefetch_bytes`` on ``"cpu"``; with an accelerator, half of
+            what is available now, divided by the processes on this machine
+            (``$LOCAL_WORLD_SIZE``). It is taken and pinned as need grows.
         min_offload_bytes: storages smaller than this stay where they are.
-        window_bytes: most bytes on their way out at one time; the forward waits when it is
-            reached. A storage larger than this passes alone.
+        window_bytes: most bytes on their way out at one time: of storages being copied from an
+            accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
+            A storage larger than this passes alone.
         prefetch_bytes: most bytes brought back before backward has asked for them; 0 for none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
             once. The newest storage stays even if it is larger; 0 sends everything out at once.
@@ -93,7 +124,7 @@ class Config:
         33554432
     """
 
-    device: str = field(default="cpu", converter=str)
+    device: torch.device = field(default=None, converter=_to_device)
     engine: Literal["native", "aio"] | None = field(
         default=None, validator=_one_of(None, "native", "aio")
     )
@@ -102,7 +133,7 @@ class Config:
     host_budget: int | None = _size(None)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)
-    prefetch_bytes: int = _size(32 * MiB)
+    prefetch_bytes: int = _size(48 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
     trim_bytes: int = _size(96 * MiB)
     verify: bool = field(default=False, validator=_one_of(True, False))
@@ -112,19 +143,14 @@ class Config:
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory for bytes on their way: ``host_budget``, or both windows together."""
-        return (
-            self.host_budget
-            if self.host_budget is not None
-            else self.window_bytes + self.prefetch_bytes
-        )
-
-    @device.validator
-    def _check_device(self, _: object, value: str) -> None:
-        if value.partition(":")[0] != "cpu":
-            raise ValueError(
-                f"device is {value!r}; this version manages the activations of 'cpu' only"
-            )
+        """Host memory for bytes on their way or at rest: ``host_budget`` or its default."""
+        if self.host_budget is not None:
+            return self.host_budget
+        windows_bytes = self.window_bytes + self.prefetch_bytes
+        if self.device.type == "cpu":
+            return windows_bytes
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(windows_bytes, available_memory_bytes() // 2 // processes)
 
     @io_threads.validator
     def _check_io_threads(self, _: object, value: int) -> None:

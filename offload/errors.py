@@ -3,7 +3,8 @@
     OffloadError(RuntimeError)
      |- StorageError            the disk tier failed: what, where, how much, the errno
      |- ModifiedInPlaceError    a saved tensor was changed before its backward
-     '- StateError              a rule was broken: exit out of order, use after a fork, a bug
+     |- StateError              a rule was broken: exit out of order, use after a fork, a bug
+     '- OrderError              OFFLOAD_CHECK=1 found two accesses that nothing orders: a bug
 
 A mistake in an argument is a ``ValueError`` or ``TypeError`` where the argument is given.
 ``OffloadWarning`` is the category of every warning, ``warn_user`` the way to give one. Nothing of
@@ -42,6 +43,13 @@ class ModifiedInPlaceError(OffloadError):
 
 class StateError(OffloadError):
     """Something was asked for in a state that does not allow it."""
+
+
+class OrderError(OffloadError):
+    """Two streams, or a stream and the host, use the same bytes and no event orders them.
+
+    Only raised under ``OFFLOAD_CHECK=1``. It is a bug of this package: please report it.
+    """
 
 
 class OffloadWarning(UserWarning):

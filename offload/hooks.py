@@ -49,6 +49,7 @@ class Hooks:
         self._tiers = tiers
         self._prefetcher = Prefetcher(tiers)
         self._policy = policy
+        self._device = config.device
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
         # By storage and version, never by data pointer; see Block._origin for why the address is a
@@ -101,12 +102,12 @@ class Hooks:
             return self._kept("parameter", nbytes)
         if _is_part_of_data(tensor, nbytes):
             return self._kept("view", nbytes)
-        if not _has_plain_bytes(tensor):
+        if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor):
             return self._kept("kind", nbytes)
         placement = self._policy(
             SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
         )
-        if placement is not Placement.DISK:
+        if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
             self._tiers.live.track(storage)
             return self._kept("policy", nbytes)
         if self._tiers.in_child:
@@ -117,18 +118,24 @@ class Hooks:
             # differ from what its forward saw.
             self._kept("backward", nbytes)
             return tensor.detach(), tensor._version
-        return self._take(tensor, storage)
+        return self._take(tensor, storage, placement)
 
     def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
         return None
 
-    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ticket:
+    def _is_managed(self, device: torch.device) -> bool:
+        managed = self._device
+        return device.type == managed.type and managed.index in (None, device.index)
+
+    def _take(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
+    ) -> Ticket:
         witness = VersionWitness(tensor)
         with self._tiers.lock:
             key = (storage._cdata, tensor._version)
             known = self._blocks.get(key)
-            block = known if known is not None else Block(storage, witness)
+            block = known if known is not None else Block(storage, witness, placement)
             ticket = Ticket(block, TensorLayout.of(tensor), witness)
             self._prefetcher.saved(ticket)
             if known is None:
@@ -158,7 +165,6 @@ class Hooks:
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN_TYPES
-        and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized

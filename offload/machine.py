@@ -57,3 +57,11 @@ def total_memory_bytes() -> int:
         if text.isdigit():
             return min(total, int(text))
     return total
+
+
+def available_memory_bytes() -> int:
+    """Memory this process could take now without others being swapped out, within its control
+    group.
+    """
+    available = int(psutil.virtual_memory().available)
+    return min(available, total_memory_bytes())

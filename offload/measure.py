@@ -128,13 +128,8 @@ def activation_meter(
         inputs: what the caller holds anyway, a batch for instance; does not count either.
     """
     excluded = [*model.parameters(), *model.buffers(), *inputs]
-    staged = None if session is None else partial(_staged_bytes, session)
+    staged = None if session is None else partial(getattr, session, "held_bytes")
     return LiveBytesMeter(exclude=excluded, extra_bytes=staged)
-
-
-def _staged_bytes(session: Session) -> int:
-    arena = session._tiers._arena
-    return arena.used_bytes + arena.outside_bytes
 
 
 def session_options(texts: Iterable[str], **named: object) -> dict[str, Any]:

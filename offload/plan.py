@@ -32,10 +32,15 @@ Policy = Callable[[SavedTensor], Placement]
 
 
 def offload_all(tensor: SavedTensor) -> Placement:
-    """The default policy: everything that may go to the disk goes there.
+    """The default policy: everything goes to the next slower tier, from there on as room demands.
+
+    From an accelerator that is host memory, whose oldest blocks go on to the disk when it runs
+    short; on ``device="cpu"`` it is the disk.
 
     Example:
         >>> offload_all(SavedTensor(1 << 20, torch.float32, (512, 512), torch.device("cpu")))
         <Placement.DISK: 'disk'>
+        >>> offload_all(SavedTensor(1 << 20, torch.float32, (512, 512), torch.device("cuda")))
+        <Placement.HOST: 'host'>
     """
-    return Placement.DISK
+    return Placement.DISK if tensor.device.type == "cpu" else Placement.HOST

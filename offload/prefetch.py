@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.block import State, Ticket
+from offload.block import Ticket
 from offload.tiers import Tiers
 
 MAX_FORWARDS = 256  # that one recording covers
@@ -117,10 +117,7 @@ class Prefetcher:
         if tape.number < len(self._tapes) and self._tapes[tape.number] is tape:
             self._asked.append((tape.number, ticket.ordinal))
         for upcoming in self._upcoming(tape, ticket.ordinal):
-            block = upcoming.block
-            if block.state is not State.DISK or block.resident() is not None:
-                continue
-            if not self._tiers.prefetch(block):
+            if not self._tiers.prefetch(upcoming.block):
                 self._cursor -= 1  # this one is looked at again
                 return
 

@@ -32,6 +32,7 @@ class Counters:
     offloaded_blocks: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
+    reloaded_bytes: int = 0
     deduplicated_bytes: int = 0
     kept_bytes: "Counter[str]" = field(default_factory=Counter)
     hits: int = 0
@@ -60,15 +61,16 @@ class StepReport:
         offloaded_blocks: how many they were.
         written_bytes: what really went to the disk, padded to whole pages.
         read_bytes: what really came back.
+        reloaded_bytes: storages made on the device again.
         deduplicated_bytes: not moved again as another saved tensor shared the storage.
         kept_bytes: bytes that stayed in memory, by reason. ``small``: below the threshold.
             ``parameter``: a parameter, a view or an autocast copy of one. ``view``: a small part of
             a larger storage that needs no gradient. ``kind``: a kind of tensor that has no plain
             bytes. ``policy``, ``budget``, ``error``: so it was decided, there was no room, the disk
             failed. ``backward``: saved by backward itself. ``fork``: saved in a forked child.
-        hits: backward asked for bytes that were in memory.
+        hits: backward asked for bytes that were there: in memory, or on the accelerator.
         lates: backward asked for bytes that were on their way.
-        misses: backward asked for bytes that were on the disk.
+        misses: backward asked for bytes whose way back had not begun.
         forwarded_bytes: asked for while still in memory, so that no read was needed.
         cancelled_bytes: transfers given up as nobody needed the bytes any more.
         stall_seconds: backward waiting for reads.
@@ -88,6 +90,7 @@ class StepReport:
     offloaded_blocks: int
     written_bytes: int
     read_bytes: int
+    reloaded_bytes: int
     deduplicated_bytes: int
     kept_bytes: dict[str, int]
     hits: int
@@ -169,8 +172,8 @@ class StepReport:
             f"{size(self.forwarded_bytes)} still in memory, "
             f"{size(self.cancelled_bytes)} of writes given up",
             "kept": kept or "nothing",
-            "backward found": f"{self.hits} in memory, {self.lates} on their way, "
-            f"{self.misses} on disk",
+            "backward found": f"{self.hits} there, {self.lates} on their way, "
+            f"{self.misses} not yet called back",
             "transfer hidden": overlap,
             "waited": f"{span(self.stall_seconds)} for reads, "
             f"{span(self.backpressure_seconds)} for room",

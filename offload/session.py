@@ -74,6 +74,12 @@ class Session:
         newest = [] if self._counters is None else [StepReport.of([self._counters])]
         return StepReport.summed([self._finished, *newest])
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory in use now for what is on its way, or at rest there."""
+        with self._tiers.lock:
+            return self._tiers.host.held_bytes
+
     def close(self) -> None:
         """Finish what is in flight and let go of memory, threads and file. May be called twice.
 

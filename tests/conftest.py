@@ -110,12 +110,12 @@ def close_and_check(session: offload.Session, passed: bool) -> None:
 def assert_empty(session: offload.Session) -> None:
     """Every slot, extent and reservation of ``session`` is back."""
     tiers = session._tiers
-    wait_until(lambda: tiers._arena.used_bytes == 0)  # a worker lets go a moment after it is done
-    assert tiers._arena.used_bytes == 0
-    assert tiers._arena.outside_bytes == 0
-    assert tiers._store.budget.used_bytes == 0
-    assert tiers._window.used_bytes == 0
-    assert tiers._ahead.used_bytes == 0
+    wait_until(lambda: tiers.host.used_bytes == 0)  # a worker lets go a moment after it is done
+    assert tiers.host.used_bytes == 0
+    assert tiers.host.outside_bytes == 0
+    assert tiers.disk.store.budget.used_bytes == 0
+    assert tiers.outbound.window.used_bytes == 0
+    assert tiers.inbound.ahead.used_bytes == 0
 
 
 def held() -> tuple[int, int]:

@@ -102,12 +102,12 @@ def drain(session: offload.Session) -> None:
     """See all writes and reads of ``session`` out."""
     tiers = session._tiers
     with tiers.lock:
-        for transfer in (*tiers._writes, *tiers._reads):
+        for transfer in (*tiers.disk.writes, *tiers.disk.reads):
             with contextlib.suppress(OSError):
                 transfer.request.wait()
         tiers.poll()
-        assert not tiers._writes
-        assert not tiers._reads
+        assert not tiers.disk.writes
+        assert not tiers.disk.reads
 
 
 @contextlib.contextmanager

@@ -125,8 +125,8 @@ def test_retained_graph_does_not_fill_memory_again(session: Session) -> None:
     drain(session)
     loss.backward(retain_graph=True)
     drain(session)
-    wait_until(lambda: session._tiers._arena.used_bytes == 0)
-    assert session._tiers._arena.used_bytes == 0
+    wait_until(lambda: session._tiers.host.used_bytes == 0)
+    assert session._tiers.host.used_bytes == 0
     assert session._hooks.live_blocks > 0
 
 

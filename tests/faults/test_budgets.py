@@ -25,7 +25,7 @@ class Watch:
 
     def look(self, *_: Any) -> None:
         assert self.session is not None
-        arena = self.session._tiers._arena
+        arena = self.session._tiers.host
         self.host_bytes.append(arena.used_bytes + arena.outside_bytes)
         # Not st_blocks: a file system counts blocks of its own there as well.
         self.disk_bytes.extend(f.st_size for f in scratch_files(self.directory))

@@ -130,7 +130,7 @@ def test_a_failure_keeps_no_tensor_alive(open_session, faulty: FaultyEngine) -> 
         with pytest.warns(OffloadWarning):
             run(session)
         assert session._hooks.live_blocks == 0
-        assert session._tiers._store.budget.used_bytes == 0
+        assert session._tiers.disk.store.budget.used_bytes == 0
     finally:
         gc.enable()
 
@@ -338,5 +338,5 @@ def test_interrupted_while_waiting_for_room(open_session, real_engine: Engine) -
     session = open_session(_engine=InterruptedOnce(real_engine), window_bytes=NBYTES)
     with pytest.raises(KeyboardInterrupt), session.step():
         chain(rand(64, 64).requires_grad_(), 8)
-    assert session._tiers._window.used_bytes == NBYTES, "forgotten while in flight"
+    assert session._tiers.outbound.window.used_bytes == NBYTES, "forgotten while in flight"
     assert torch.equal(run(session), EXPECTED)

@@ -178,7 +178,7 @@ def test_storages_larger_than_window_and_arena(
     nbytes = 3 << 20
     assert torch.equal(run(session, nbytes, 4), run(None, nbytes, 4))
     assert session.report().offloaded_bytes >= 3 * nbytes
-    assert session._tiers._arena.outside_bytes == 0
+    assert session._tiers.host.outside_bytes == 0
 
 
 def test_killed_in_the_middle_of_a_step(tmp_path: Path, engine: str) -> None:

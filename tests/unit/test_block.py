@@ -12,6 +12,7 @@ from offload.block import Block, State, Ticket, VersionWitness
 from offload.engines import Engine, Slot
 from offload.lanes import CpuLane
 from offload.layout import TensorLayout
+from offload.plan import Placement
 from offload.store import DiskStore
 from tests.conftest import wait_until
 from tests.doubles import FailedRequest, FaultyEngine
@@ -38,7 +39,7 @@ MOVES = {
 }
 FIELDS = [
     "state", "slot", "extent", "request", "reservation", "checksum", "generation",
-    "_device", "_device_ref", "_fence",
+    "_device", "_device_ref", "_arrived", "copied",
 ]  # fmt: skip
 
 
@@ -55,7 +56,7 @@ class Rig:
         self.expected = tensor.clone()
         self.layout = TensorLayout.of(tensor)
         self.witness = VersionWitness(tensor)
-        self.block = Block(tensor.untyped_storage(), self.witness)
+        self.block = Block(tensor.untyped_storage(), self.witness, Placement.DISK)
         self.ticket = Ticket(self.block, self.layout, self.witness)
 
     def slot(self) -> Slot:
@@ -67,8 +68,11 @@ class Rig:
         block = self.block
         calls: dict[str, Callable[[], Any]] = {
             "offload": lambda: block.offload(self.lane, self.slot(), checksum=self.checksum),
-            "spill": lambda: block.spill(self.store, self.store.allocate(NBYTES)),
-            "fetch": lambda: block.fetch(self.store, self.slot(), urgent=True, reservation=None),
+            "settle_offload": lambda: block.settle_offload(self.lane),
+            "spill": lambda: block.spill(self.lane, self.store, self.store.allocate(NBYTES)),
+            "fetch": lambda: block.fetch(
+                self.lane, self.store, self.slot(), urgent=True, reservation=None
+            ),
             "reload": lambda: block.reload(self.lane),
         }
         return calls.get(method, getattr(block, method))()
@@ -178,9 +182,9 @@ def test_a_reloaded_copy_goes_when_all_have_been_served(rig: Rig) -> None:
     second = Ticket(rig.block, rig.layout, rig.witness)
     rig.call("reload")
     rig.call("release_slot")
-    rig.block.serve(rig.ticket)
+    rig.block.serve(rig.lane, rig.ticket)
     assert rig.block._device is not None, "the second ticket is still to come"
-    rig.block.serve(second)
+    rig.block.serve(rig.lane, second)
     assert rig.block._device is None
     assert rig.block.resident() is None
     wait_until(lambda: rig.arena.used_bytes == 0)
@@ -193,7 +197,7 @@ def test_a_dead_ticket_is_not_waited_for(rig: Rig) -> None:
     rig.call("reload")
     rig.call("release_slot")
     del second
-    rig.block.serve(rig.ticket)
+    rig.block.serve(rig.lane, rig.ticket)
     assert rig.block._device is None
 
 
@@ -201,7 +205,7 @@ def test_a_copy_that_somebody_holds_is_found_again(rig: Rig) -> None:
     rig.to("HOST_AND_DISK").call("reload")
     rig.call("release_slot")
     held = rig.block.resident()
-    rig.block.serve(rig.ticket)
+    rig.block.serve(rig.lane, rig.ticket)
     found = rig.block.resident()
     assert held is not None
     assert found is not None

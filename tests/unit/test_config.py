@@ -97,8 +97,9 @@ def test_io_threads() -> None:
 
 
 def test_device() -> None:
-    assert Config(device="cpu").device == "cpu"
-    assert Config(device=torch.device("cpu")).device == "cpu"
+    assert Config(device="cpu").device == torch.device("cpu")
+    assert Config(device=torch.device("cpu")).device == torch.device("cpu")
+    assert Config().device == torch.device("cpu"), "there is no accelerator here"
     for value in ("cuda", "cuda:0", "banana", "cpuu", ""):
         with pytest.raises(ValueError, match=f"device is '{value}'"):
             Config(device=value)

@@ -102,7 +102,7 @@ def test_no_more_is_read_ahead_than_the_window(open_session, any_engine: str) ->
         del h
         drain(session)
         loss.backward()
-    assert session._tiers._ahead.peak_bytes == 2 * nbytes
+    assert session._tiers.inbound.ahead.peak_bytes == 2 * nbytes
 
 
 def test_each_block_is_read_once(open_session, any_engine: str) -> None:

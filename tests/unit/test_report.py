@@ -83,7 +83,7 @@ def test_printed_for_people() -> None:
     text = str(StepReport.of([c]))
     for words in (
         "offload: 1 step", "3 MiB in 2 storages", "2 KiB parameter, 10 bytes small",
-        "4 in memory, 5 on their way, 6 on disk", "2.00 s", "the disk is full",
+        "4 there, 5 on their way, 6 not yet called back", "2.00 s", "the disk is full",
     ):  # fmt: skip
         assert words in text
     assert max(map(len, text.splitlines())) <= 100

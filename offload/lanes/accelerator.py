@@ -1,0 +1,259 @@
+"""The lane of an accelerator: copies on two side streams, ordered by events.
+
+Written against ``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` only. The host never
+waits for the device here, except where it is about to touch bytes itself (rule 7). Seven rules keep
+this free of races; each is one method.
+
+[Note: rule 1, copy-out waits for the producer]
+    The stream that copies out waits for what the packing thread's current stream has queued so far:
+    the operator that makes these bytes is among it.
+
+[Note: rule 2, the source outlives its copy]
+    When a source is let go while its copy is still on its way, the producing stream first waits for
+    the copy. The memory goes back to that stream's pool, and whatever the stream writes there next
+    comes after the copy. The host does not wait, and unlike with ``record_stream`` the allocator
+    can use the memory again at once. Where several streams compute, the memory may belong to
+    another of them; there ``record_stream`` is called as well.
+
+[Note: rule 3, copy-in waits for its bytes]
+    A reload waits for the copy-out of the same block. What came from the disk was complete in host
+    memory before the reload was queued.
+
+[Note: rule 4, copy-in waits for its target]
+    The target is allocated for the current stream and may be memory that this stream still uses
+    for something else. The stream that copies in waits for what the current one has queued so far.
+
+[Note: rule 5, the consumer waits for copy-in]
+    The stream that is current where a saved tensor is unpacked (autograd sets it, on its own
+    thread) waits for the reload. It does so for every consumer: there may be several.
+
+[Note: rule 6, a slot is used again only after its copies]
+    The lane holds every slot until an event has told the host that the copy which reads or writes
+    it has completed; only then can it be handed out again.
+
+[Note: rule 7, host code waits for copy-out]
+    Before host code reads a slot (to write it to the disk), the copy-out must have completed, not
+    merely been queued: here the host waits.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from offload.engines import Engine, Slot
+from offload.lanes.base import Fence
+from offload.lanes.order import HOST, CheckedOrder, Mark, Order
+
+
+class _Copy:
+    """The fence of one copy."""
+
+    __slots__ = ("_lane", "mark", "stream", "target")
+
+    def __init__(
+        self,
+        lane: "AcceleratorLane",
+        mark: Mark,
+        stream: torch.Stream,
+        target: torch.Tensor | None = None,
+    ) -> None:
+        self._lane = lane
+        self.mark = mark
+        self.stream = stream  # that computed the source, or that the target was allocated for
+        self.target = target  # of a copy-in, until somebody uses it
+
+    def done(self) -> bool:
+        return self._lane.order.done(self.mark)
+
+    def synchronize(self) -> None:
+        self._lane.order.synchronize(self.mark)
+
+    def __del__(self) -> None:
+        # A graph may be dropped while a reload is on its way. Its target is then held until the
+        # copy has completed; this may run in the garbage collector, so it only appends.
+        if self.target is not None:
+            self._lane.orphans.append((self.mark, self.target))
+
+
+class _Side(NamedTuple):
+    """The side streams of one device, and what their copies still use, oldest first."""
+
+    out: torch.Stream
+    into: torch.Stream
+    held_out: "deque[tuple[Mark, Slot]]"
+    held_in: "deque[tuple[Mark, Slot]]"
+
+
+class AcceleratorLane:
+    """Copies of one or several devices of one kind; every call is made under the tiers' lock.
+
+    Args:
+        engine: gives host tensors over its slots.
+        order: events and waits, plain or checked.
+    """
+
+    host_is_device = False
+
+    def __init__(self, engine: Engine, order: Order) -> None:
+        self.order = order
+        self.orphans: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._engine = engine
+        self._checked = isinstance(order, CheckedOrder)
+        self._sides: dict[torch.device, _Side] = {}
+        self._computing: set[tuple[torch.device, int]] = set()  # streams that packed something
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
+        source, side = _bytes_of(storage), self._side(storage.device)
+        producer = torch.accelerator.current_stream(storage.device)
+        self._computing.add((storage.device, producer.stream_id))
+        self._touches(producer, source, write=True, what="computing a saved tensor")
+        self._after_producer(side.out, producer)
+        with side.out:
+            self._host_tensor(slot).copy_(source, non_blocking=True)
+        self._touches(side.out, source, write=False, what="copying it out")
+        self._touches_slot(side.out, slot, write=True, what="copying out to a slot")
+        copied = self.order.record(side.out)
+        self._hold(side.held_out, copied, slot)
+        return _Copy(self, copied, producer), None
+
+    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+        assert isinstance(copied, _Copy)
+        source = _bytes_of(storage)
+        if not copied.done():
+            self._return_after(copied, source)
+        self._touches(copied.stream, source, write=True, what="using its memory again")
+        if len(self._computing) > 1:
+            self._leave_to_allocator(source)
+
+    # -- back -------------------------------------------------------------------------------------
+
+    def copy_in(
+        self, slot: Slot, copied: Fence, device: torch.device
+    ) -> tuple[torch.UntypedStorage, Fence]:
+        side = self._side(device)
+        current = torch.accelerator.current_stream(device)
+        target = torch.empty(slot.nbytes, dtype=torch.uint8, device=device)
+        self._touches(current, target, write=True, what="using the target's memory before")
+        self._after_allocation(side.into, current)
+        self._after_copy_out(side.into, copied)
+        with side.into:
+            target.copy_(self._host_tensor(slot), non_blocking=True)
+        self._touches_slot(side.into, slot, write=False, what="copying in from a slot")
+        self._touches(side.into, target, write=True, what="copying it in")
+        arrived = self.order.record(side.into)
+        self._hold(side.held_in, arrived, slot)
+        return target.untyped_storage(), _Copy(self, arrived, current, target)
+
+    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+        assert isinstance(arrived, _Copy)
+        consumer = torch.accelerator.current_stream(storage.device)
+        self._before_use(consumer, arrived)
+        arrived.target = None
+        target = _bytes_of(storage)
+        self._touches(consumer, target, write=False, what="using a reloaded tensor")
+        if consumer.stream_id != arrived.stream.stream_id:
+            # It was allocated for another stream, to whose pool its memory will return.
+            target.record_stream(consumer)
+            self._hand_over(target)
+
+    # -- host -------------------------------------------------------------------------------------
+
+    def host_reads(self, slot: Slot, copied: Fence) -> None:
+        self._before_host_reads(copied)
+        self._touches_slot(HOST, slot, write=False, what="reading a slot on the host")
+
+    def host_writes(self, slot: Slot) -> None:
+        self._touches_slot(HOST, slot, write=True, what="writing a slot on the host")
+
+    def poll(self) -> None:
+        for side in self._sides.values():
+            for held in (side.held_out, side.held_in):
+                while held and self.order.done(held[0][0]):
+                    held.popleft()
+        for _ in range(len(self.orphans)):
+            mark, target = self.orphans.popleft()
+            if not self.order.done(mark):
+                self.orphans.append((mark, target))
+
+    def drain(self) -> None:
+        for side in self._sides.values():
+            for held in (side.held_out, side.held_in):
+                if held:
+                    self.order.synchronize(held[-1][0])
+        self.poll()
+
+    # -- the rules --------------------------------------------------------------------------------
+
+    def _after_producer(self, out: torch.Stream, producer: torch.Stream) -> None:
+        """See [Note: rule 1, copy-out waits for the producer]."""
+        self.order.wait(out, self.order.record(producer))
+
+    def _return_after(self, copied: _Copy, source: torch.Tensor) -> None:
+        """See [Note: rule 2, the source outlives its copy]."""
+        self.order.wait(copied.stream, copied.mark)
+
+    def _leave_to_allocator(self, source: torch.Tensor) -> None:
+        """See [Note: rule 2, the source outlives its copy]."""
+        source.record_stream(self._side(source.device).out)
+        self._hand_over(source)
+
+    def _after_copy_out(self, into: torch.Stream, copied: Fence) -> None:
+        """See [Note: rule 3, copy-in waits for its bytes]."""
+        if isinstance(copied, _Copy) and not copied.done():
+            self.order.wait(into, copied.mark)
+
+    def _after_allocation(self, into: torch.Stream, current: torch.Stream) -> None:
+        """See [Note: rule 4, copy-in waits for its target]."""
+        self.order.wait(into, self.order.record(current))
+
+    def _before_use(self, consumer: torch.Stream, copy: _Copy) -> None:
+        """See [Note: rule 5, the consumer waits for copy-in]."""
+        self.order.wait(consumer, copy.mark)
+
+    def _hold(self, held: "deque[tuple[Mark, Slot]]", mark: Mark, slot: Slot) -> None:
+        """See [Note: rule 6, a slot is used again only after its copies]."""
+        held.append((mark, slot))
+
+    def _before_host_reads(self, copied: Fence) -> None:
+        """See [Note: rule 7, host code waits for copy-out]."""
+        if not copied.done():
+            copied.synchronize()
+
+    # -- what the order is told --------------------------------------------------------------------
+
+    def _touches(
+        self, stream: torch.Stream, tensor: torch.Tensor, *, write: bool, what: str
+    ) -> None:
+        if self._checked:
+            start, space = tensor.data_ptr(), str(tensor.device)
+            self.order.touches(stream, start, tensor.nbytes, write=write, what=what, space=space)
+
+    def _touches_slot(
+        self, actor: torch.Stream | str, slot: Slot, *, write: bool, what: str
+    ) -> None:
+        if self._checked:
+            self.order.touches(actor, slot.address, slot.nbytes, write=write, what=what)
+
+    def _hand_over(self, tensor: torch.Tensor) -> None:
+        if self._checked:
+            self.order.hand_over(tensor.data_ptr(), tensor.nbytes, str(tensor.device))
+
+    def _side(self, device: torch.device) -> _Side:
+        side = self._sides.get(device)
+        if side is None:
+            out, into = torch.Stream(device=device), torch.Stream(device=device)
+            side = self._sides[device] = _Side(out, into, deque(), deque())
+        return side
+
+    def _host_tensor(self, slot: Slot) -> torch.Tensor:
+        return _bytes_of(self._engine.alias(slot))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of all bytes of ``storage``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

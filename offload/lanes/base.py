@@ -1,0 +1,72 @@
+"""What every lane offers: copies between a device and host slots, ordered against the computation.
+
+A lane decides nothing. It returns a ``Fence`` for every copy it started; the state machine and all
+above it see only this face.
+"""
+
+from typing import Protocol
+
+import torch
+
+from offload.engines import Slot
+
+
+class Fence(Protocol):
+    """What stands between a copy and whoever needs its result."""
+
+    def done(self) -> bool:
+        """Whether the copy has completed (not merely been queued). Never waits."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the copy has completed."""
+
+
+class Lane(Protocol):
+    """Copies in both directions."""
+
+    host_is_device: bool  # the device's memory is host memory: it has no host tier of its own
+
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
+        """Start copying ``storage`` into ``slot``; returns its checksum as well, where it is asked
+        for and the bytes pass through the processor. ``storage`` is held until ``let_go``.
+        """
+
+    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+        """The caller is about to drop ``storage``, whose copy out may still be on its way: keep
+        its memory from being used again before that has completed.
+        """
+
+    def copy_in(
+        self, slot: Slot, copied: Fence, device: torch.device
+    ) -> tuple[torch.UntypedStorage, Fence]:
+        """Start copying ``slot``, once it was ``copied`` to, to a new storage on ``device``."""
+
+    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+        """The caller's next device work uses ``storage``: order it after the copy that brings it.
+        The host does not wait.
+        """
+
+    def host_reads(self, slot: Slot, copied: Fence) -> None:
+        """Host code is about to read ``slot``: returns when it may."""
+
+    def host_writes(self, slot: Slot) -> None:
+        """Host code is about to write ``slot``, which the caller has just allocated."""
+
+    def poll(self) -> None:
+        """Let go of the slots of copies that have completed. Never waits."""
+
+    def drain(self) -> None:
+        """Wait for everything that is in flight."""
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+DONE: Fence = _Done()

@@ -1,0 +1,47 @@
+"""The lane of ``device="cpu"``, whose memory is host memory.
+
+A copy out is a memory copy that is complete when it returns. A copy in is no copy at all: the
+tensor aliases the slot.
+"""
+
+import torch
+
+from offload.engines import Engine, Slot
+from offload.lanes.base import DONE, Fence
+
+
+class CpuLane:
+    """Everything is complete when it returns."""
+
+    host_is_device = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
+        return DONE, self._engine.copy(slot, storage, checksum=checksum)
+
+    def copy_in(
+        self, slot: Slot, copied: Fence, device: torch.device
+    ) -> tuple[torch.UntypedStorage, Fence]:
+        return self._engine.alias(slot), DONE
+
+    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+        pass
+
+    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+        pass
+
+    def host_reads(self, slot: Slot, copied: Fence) -> None:
+        pass
+
+    def host_writes(self, slot: Slot) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass

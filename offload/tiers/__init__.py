@@ -1,0 +1,136 @@
+"""Tiers: moves blocks between device, host memory and disk within the budgets.
+
+    outbound.py   device -> host -> disk: the tail, the window, what rests and what is spilled
+    inbound.py    disk -> host -> device: on demand, or ahead within the prefetch window
+    host.py       the memory in between
+    disk.py       reads and writes in flight
+    common.py     what they share
+
+Tiers decide when a block moves; the block knows how.
+"""
+
+import os
+import threading
+
+import torch
+
+from offload.block import Block, State, Ticket
+from offload.config import Config
+from offload.engines import Engine, open_engine
+from offload.errors import StateError, StorageError
+from offload.lanes import open_lane, pinner_for
+from offload.live import LiveBytes
+from offload.report import Counters
+from offload.tiers.common import Common
+from offload.tiers.disk import DiskTier
+from offload.tiers.host import HostTier
+from offload.tiers.inbound import Inbound
+from offload.tiers.outbound import Outbound
+
+__all__ = ["Tiers"]
+
+
+class Tiers:
+    """Device, host and disk for the blocks of one session. Every call is made under ``lock``."""
+
+    def __init__(self, config: Config, engine: Engine | None = None) -> None:
+        self.lock = threading.RLock()
+        self._pid = os.getpid()
+        self._config = config
+        engine = engine if engine is not None else open_engine(config)
+        kind = config.device.type
+        host = HostTier(engine, config.arena_bytes, pinner_for(kind))
+        self.common = Common(config, engine, open_lane(kind, engine), host)
+        self.disk = DiskTier(self.common)
+        self.outbound = Outbound(self.common, self.disk)
+        self.inbound = Inbound(self.common, self.disk)
+
+    @property
+    def host(self) -> HostTier:
+        """Host memory."""
+        return self.common.host
+
+    @property
+    def live(self) -> LiveBytes:
+        """The saved storages on the device."""
+        return self.common.live
+
+    @property
+    def error(self) -> StorageError | None:
+        """This step's first failure of the disk."""
+        return self.common.error
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this process was forked from the one that opened the tiers.
+
+        Its memory holds neither the parent's slots nor its threads, and the file is the parent's.
+        """
+        return os.getpid() != self._pid
+
+    def begin_step(self, counters: Counters) -> None:
+        """Count into ``counters`` from now on, and try the disk again if it had failed."""
+        self.common.counters = counters
+        self.common.error = None
+        if self.in_child:
+            return
+        self.outbound.forget_dead()
+        self.disk.store.budget.peak_bytes = self.disk.store.budget.used_bytes
+        self.inbound.drop_guesses()
+
+    def end_step(self) -> None:
+        """Send the tail out too, as no backward is about to ask for it; note what has completed.
+
+        Where failures are to be raised, everything in flight is seen out: a step raises its own.
+        """
+        if self.in_child:
+            return
+        self.outbound.shrink_tail(0)
+        self.outbound.poll()
+        self.common.heap.sweep(keep=0)
+        if self._config.on_error == "raise":
+            self.disk.settle_all(self.disk.writes)
+
+    def close(self) -> None:
+        """Finish what is in flight and let go of threads, memory and file."""
+        self.common.lane.drain()
+        self.outbound.poll()
+        self.disk.settle_all(self.disk.writes)
+        self.disk.settle_all(self.disk.reads)
+        self.host.close()
+        self.common.engine.close()
+
+    def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Take on a new block: it starts to leave when its turn comes."""
+        self.outbound.admit(block, storage)
+
+    def poll(self) -> None:
+        """Take note of what has completed. Never waits."""
+        self.outbound.poll()
+
+    def prefetch(self, block: Block) -> bool:
+        """Bring ``block`` back before it is asked for; False if there is no room for it now."""
+        return self.inbound.prefetch(block)
+
+    def demand(self, block: Block) -> None:
+        """Backward wants ``block`` now: start bringing it if it is not there or on its way.
+
+        Raises:
+            StateError: this is a forked child, and the bytes are in the parent's hands.
+        """
+        if not self.in_child:
+            self.outbound.poll()
+            self.inbound.demand(block)
+        elif block.state is not State.LIVE:
+            raise StateError(
+                "this process was forked between the forward and its backward: the activations are "
+                "the parent's; run forward and backward in one process"
+            )
+
+    def take(self, ticket: Ticket) -> torch.UntypedStorage:
+        """The device storage of the ticket's demanded block, ordered before the caller's work.
+
+        Raises:
+            StorageError: the bytes could not be brought back.
+        """
+        return self.inbound.take(ticket)

@@ -1,0 +1,120 @@
+"""DiskTier: reads and writes in flight, and what their completion means to their blocks."""
+
+import errno
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+from offload.block import Block
+from offload.budget import Reservation
+from offload.engines import Request, Slot
+from offload.errors import StorageError
+from offload.store import DiskStore, Extent
+from offload.tiers.common import Common
+
+
+class Transfer(NamedTuple):
+    """A read or write in flight, and all that must not be reused before it has completed."""
+
+    request: Request
+    slot: Slot
+    extent: Extent
+    hold: Reservation | None  # of the window on the way out
+    block: "weakref.ref[Block]"  # weak: the graph may be dropped meanwhile
+    is_write: bool
+
+
+class DiskTier:
+    """Moves blocks between host slots and the scratch file."""
+
+    def __init__(self, common: Common) -> None:
+        config = common.config
+        self.store = DiskStore(common.engine, config.disk_dir, config.disk_budget)
+        self.writes: deque[Transfer] = deque()
+        self.reads: deque[Transfer] = deque()
+        self._common = common
+
+    def extent(self, nbytes: int) -> Extent | None:
+        """Space for ``nbytes``; ``None`` beyond the budget, or where the disk refuses (which is
+        noted as the step's failure).
+        """
+        try:
+            return self.store.allocate(nbytes)
+        except StorageError as e:
+            self._common.fail(e)
+            return None
+
+    def write(self, block: Block, extent: Extent, hold: Reservation | None) -> None:
+        """HOST -> SPILLING."""
+        slot = block.slot
+        assert slot is not None
+        request = block.spill(self._common.lane, self.store, extent)
+        self.writes.append(Transfer(request, slot, extent, hold, weakref.ref(block), True))
+        counters = self._common.counters
+        counters.peak_disk_bytes = max(counters.peak_disk_bytes, self.store.budget.peak_bytes)
+
+    def read(self, block: Block, slot: Slot, hold: Reservation | None) -> None:
+        """DISK -> FETCHING; urgent if it was not foreseen (``hold`` is ``None``)."""
+        assert block.extent is not None
+        extent = block.extent
+        request = block.fetch(
+            self._common.lane, self.store, slot, urgent=hold is None, reservation=hold
+        )
+        self.reads.append(Transfer(request, slot, extent, None, weakref.ref(block), False))
+        self._common.sample()
+
+    def poll(self) -> None:
+        """Take note of what has completed. Never waits."""
+        for transfers in (self.writes, self.reads):
+            while transfers and (transfers[0].request.done() or _cancelled(transfers[0])):
+                self.settle_first(transfers)
+
+    def settle_all(self, transfers: "deque[Transfer]") -> None:
+        """See out all of ``writes`` or ``reads``."""
+        while transfers:
+            self.settle_first(transfers)
+
+    def settle_first(self, transfers: "deque[Transfer]") -> None:
+        """See out the oldest of ``writes`` or ``reads``, waiting if need be.
+
+        It leaves the queue last: an interrupted wait must not forget what still runs.
+        """
+        _cancelled(transfers[0])
+        self._settle(transfers[0])
+        transfers.popleft()
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Wait for a transfer, tell its block, and count it.
+
+        A write that failed leaves its block in the slot. A read that failed leaves it on the disk:
+        if it was a guess, nobody may ever ask, and whoever asks reads again.
+        """
+        block, request, nbytes = transfer.block(), transfer.request, transfer.extent.nbytes
+        counters = self._common.counters
+        try:
+            if block is None or block.request is not request:
+                request.wait()
+            elif transfer.is_write:
+                block.settle_spill()
+            else:
+                block.settle_fetch()
+        except OSError as e:
+            if e.errno == errno.ECANCELED:
+                counters.cancelled_bytes += nbytes
+            elif transfer.is_write:
+                self._common.fail(self.store.error("writing", e, transfer.extent.offset, nbytes))
+                counters.kept_bytes["error"] += block.nbytes if block is not None else 0
+            return
+        times = (request.start_ns, request.end_ns)
+        counters.transfers.append(times)
+        if transfer.is_write:
+            counters.written_bytes += nbytes
+        else:
+            counters.read_bytes += nbytes
+        name = "write" if transfer.is_write else "read"
+        self._common.trace.emit(name, block.id if block is not None else -1, nbytes, *times)
+
+
+def _cancelled(transfer: Transfer) -> bool:
+    """Cancel what nobody waits for any more; False if it has begun, and has to be seen out."""
+    return transfer.block() is None and transfer.request.cancel()

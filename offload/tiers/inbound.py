@@ -1,0 +1,141 @@
+"""Inbound: blocks on their way back to the device, on demand or ahead of it."""
+
+import contextlib
+import weakref
+from collections import deque
+
+import torch
+
+from offload.block import Block, State, Ticket
+from offload.budget import Budget
+from offload.tiers.common import Common
+from offload.tiers.disk import DiskTier
+from offload.trace import now_ns
+
+
+class Inbound:
+    """The way back. What is brought back before it was asked for stays within ``prefetch_bytes``:
+    of device memory on an accelerator, of slots where the device's memory is host memory.
+    """
+
+    def __init__(self, common: Common, disk: DiskTier) -> None:
+        self.ahead = Budget(common.config.prefetch_bytes)
+        self._common = common
+        self._disk = disk
+        self._guesses: list[weakref.ref[Block]] = []  # brought back ahead in this step
+        self._fetching: deque[weakref.ref[Block]] = deque()  # of those, not yet on the device
+
+    def prefetch(self, block: Block) -> bool:
+        """Start bringing ``block`` back, unless it is there or on its way; False if there is no
+        room for it now.
+        """
+        lane = self._common.lane
+        if block.state in (State.LIVE, State.OFFLOADING, State.FETCHING):
+            return True
+        if (lane.host_is_device and block.state is not State.DISK) or block.resident() is not None:
+            return True
+        if block.reservation is not None:
+            return True  # fetched already, about to be reloaded
+        hold = self.ahead.reserve(block.nbytes, alone=True) if self.ahead.limit_bytes else None
+        if hold is None:
+            return False
+        if block.state is State.DISK:
+            slot = self._common.host.slot(block.nbytes)
+            if slot is None:
+                return False
+            self._disk.read(block, slot, hold)
+            if not lane.host_is_device:
+                self._fetching.append(weakref.ref(block))
+        else:
+            block.reservation = hold
+            self._reload(block)
+        self._guesses.append(weakref.ref(block))
+        return True
+
+    def drop_guesses(self) -> None:
+        """Let go of what was brought back ahead and never asked for: a guess ends with its step."""
+        for block in (r() for r in self._guesses):
+            if block is None or block.reservation is None:
+                continue
+            if block.request is not None and (block.request.done() or block.request.cancel()):
+                with contextlib.suppress(OSError):
+                    block.settle_fetch()
+            block.unload()
+            if block.state is State.HOST and block.extent is not None:
+                block.release_slot()
+        self._guesses.clear()
+        self._fetching.clear()
+
+    def demand(self, block: Block) -> None:
+        """Backward wants ``block`` now: note how near it is, and start bringing it if need be."""
+        self._reload_fetched()
+        counters = self._common.counters
+        if block.state is State.FETCHING and block.request is not None and block.request.done():
+            with contextlib.suppress(OSError):  # a guess that failed: read again
+                block.settle_fetch()
+        if block.resident() is not None:
+            if block.arrived:
+                counters.hits += 1
+            else:
+                counters.lates += 1
+            counters.forwarded_bytes += block.nbytes if block.reservation is None else 0
+        elif block.state is State.FETCHING and block.request is not None:
+            counters.lates += 1
+            block.request.promote()
+        elif block.state is State.DISK:
+            counters.misses += 1
+            host = self._common.host
+            slot = host.slot(block.nbytes) or host.slot_outside(block.nbytes)
+            self._disk.read(block, slot, None)
+        elif self._common.lane.host_is_device:
+            counters.hits += 1
+            in_time = block.extent is None or block.state is State.SPILLING
+            counters.forwarded_bytes += block.nbytes if in_time else 0
+        else:
+            counters.misses += 1
+            self._reload(block)
+
+    def take(self, ticket: Ticket) -> torch.UntypedStorage:
+        """The device storage of the ticket's demanded block, ordered before the caller's work.
+
+        Raises:
+            StorageError: the bytes could not be brought back.
+        """
+        block = ticket.block
+        if block.resident() is None:
+            if block.state is State.FETCHING:
+                self._wait_for_read(block, ticket)
+            self._reload(block)
+        storage = block.serve(self._common.lane, ticket)
+        self._common.heap.released(block.nbytes)  # gradients of about that size come and go
+        return storage
+
+    def _reload(self, block: Block) -> None:
+        block.reload(self._common.lane)
+        self._common.counters.reloaded_bytes += block.nbytes
+        if block.state is State.HOST and block.extent is not None:
+            block.release_slot()  # whoever copies from it or aliases it keeps its memory
+
+    def _reload_fetched(self) -> None:
+        """Send on what was read ahead from the disk and has arrived in host memory."""
+        while self._fetching:
+            block = self._fetching[0]()
+            if block is not None and block.reservation is not None:
+                if block.state is State.FETCHING:
+                    return
+                if block.state is State.HOST and block.resident() is None:
+                    self._reload(block)
+            self._fetching.popleft()
+
+    def _wait_for_read(self, block: Block, ticket: Ticket) -> None:
+        assert block.request is not None and block.extent is not None
+        extent, started_ns = block.extent, 0 if block.request.done() else now_ns()
+        try:
+            block.settle_fetch()
+        except OSError as e:
+            what = f" (saved tensor {ticket.layout})"
+            store = self._disk.store
+            raise store.error("reading", e, extent.offset, extent.nbytes, what) from e
+        finally:
+            if started_ns:
+                self._common.waited("stall_ns", started_ns)

@@ -1,0 +1,209 @@
+"""Outbound: blocks on their way from the device to host memory and on to the disk.
+
+A new block joins the tail, the newest saved bytes, which backward asks for at once. What no longer
+fits there is copied out within ``window_bytes``. On an accelerator it then rests in host memory;
+when that runs short, the blocks that have rested longest go on to the disk, as backward wants those
+last. Where the device's memory is host memory, every block goes on to the disk at once.
+
+When there is no room the forward waits (backpressure) and does not run out of memory. When anything
+fails, the tensor stays where it is: training goes on.
+"""
+
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from offload.block import Block, State
+from offload.budget import Budget, Reservation
+from offload.engines import Slot
+from offload.plan import Placement
+from offload.store import Extent
+from offload.tiers.common import Common
+from offload.tiers.disk import DiskTier
+from offload.trace import now_ns
+
+
+class _Leaving(NamedTuple):
+    """A block whose copy out was started."""
+
+    block: Block
+    extent: Extent | None  # where it goes on to; None if it stays in host memory
+    hold: Reservation  # of the window
+
+
+class _Copied(NamedTuple):
+    """A block that has left the device and is bound for the disk. The last of its copy may still be
+    on its way.
+    """
+
+    block: "weakref.ref[Block]"
+    extent: Extent
+    hold: Reservation | None
+
+    @property
+    def ready(self) -> bool:
+        block = self.block()
+        return block is None or block.copied.done()
+
+
+class Outbound:
+    """The way out."""
+
+    def __init__(self, common: Common, disk: DiskTier) -> None:
+        self.window = Budget(common.config.window_bytes)
+        self._common = common
+        self._disk = disk
+        self._tail: deque[weakref.ref[Block]] = deque()  # newest blocks, still on the device
+        self._tail_bytes = 0  # of all in the queue, also of those that have died in it
+        self._copies: deque[_Leaving] = deque()
+        self._copied: deque[_Copied] = deque()
+        self._resting: deque[weakref.ref[Block]] = deque()  # in host memory, oldest first
+
+    def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Take on a new block."""
+        self._common.live.track(storage)
+        self._common.sample()
+        self.poll()
+        self._tail.append(weakref.ref(block))
+        self._tail_bytes += block.nbytes
+        keep_bytes = self._common.config.keep_last_bytes
+        self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
+
+    def forget_dead(self) -> None:
+        """Drop what has died in the queues."""
+        self._tail = deque(r for r in self._tail if r() is not None)
+        self._resting = deque(r for r in self._resting if r() is not None)
+        self._recount_tail()
+
+    def shrink_tail(self, keep_bytes: int) -> None:
+        """Send out the oldest of the tail until it has at most ``keep_bytes``."""
+        while self._tail_bytes > keep_bytes:
+            block = self._tail.popleft()()
+            if block is None:
+                self._recount_tail()
+                continue
+            self._tail_bytes -= block.nbytes
+            self._send_out(block)
+
+    def _recount_tail(self) -> None:
+        # The bytes of dead blocks were counted; how many those were is not known any more.
+        self._tail_bytes = sum(b.nbytes for b in (r() for r in self._tail) if b is not None)
+
+    def _send_out(self, block: Block) -> None:
+        """LIVE -> OFFLOADING, or leave the block where it is and count why."""
+        if not block.intact():
+            return  # changed since it was saved: these are not the bytes, and unpack says so
+        counters, lane = self._common.counters, self._common.lane
+        extent = None
+        if block.placement is Placement.DISK and self._common.error is None:
+            extent = self._disk.extent(block.nbytes)
+        if extent is None and lane.host_is_device:
+            reason = "error" if self._common.error is not None else "budget"
+            counters.kept_bytes[reason] += block.nbytes
+            return
+        room = self._room(block.nbytes)
+        if room is None:
+            counters.kept_bytes["budget"] += block.nbytes
+            return
+        slot, hold = room
+        self._common.sample()  # here the original and its slot are both alive
+        block.offload(lane, slot, checksum=self._common.config.verify)
+        self._copies.append(_Leaving(block, extent, hold))
+        counters.offloaded_blocks += 1
+        counters.offloaded_bytes += block.nbytes
+        self._settle_copies()
+
+    def poll(self) -> None:
+        """Take note of what has completed. Never waits."""
+        self._settle_copies()
+        self._disk.poll()
+        self._common.lane.poll()
+        self._common.heap.sweep()
+
+    def _settle_copies(self) -> None:
+        while self._copies and self._copies[0].block.copied.done():
+            self._settle_oldest_copy()
+        while self._copied and self._copied[0].ready:
+            self._write_oldest()
+
+    def _settle_oldest_copy(self) -> None:
+        """OFFLOADING -> HOST for the oldest block; on an accelerator its copy may still be under
+        way.
+        """
+        leaving = self._copies.popleft()
+        lane = self._common.lane
+        self._common.heap.retire(leaving.block.settle_offload(lane))
+        if leaving.extent is None:
+            self._resting.append(weakref.ref(leaving.block))
+            self._keep_room()
+        else:
+            # The window bounds device memory; where there is none, the slots that wait to be
+            # written.
+            hold = leaving.hold if lane.host_is_device else None
+            self._copied.append(_Copied(weakref.ref(leaving.block), leaving.extent, hold))
+
+    def _write_oldest(self) -> None:
+        copied = self._copied.popleft()
+        block = copied.block()
+        if block is not None:
+            self._disk.write(block, copied.extent, copied.hold)
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def _room(self, nbytes: int) -> tuple[Slot, Reservation] | None:
+        """A slot within the window; waits for others to make room. ``None``: waiting would not
+        help.
+        """
+        started_ns = 0
+        try:
+            while True:
+                hold = self.window.reserve(nbytes, alone=True)
+                slot = self._common.host.slot(nbytes) if hold is not None else None
+                if hold is not None and slot is not None:
+                    return slot, hold
+                del hold
+                if self._copies:  # the device waits, not the host
+                    self._settle_oldest_copy()
+                    continue
+                started_ns = started_ns or now_ns()
+                if not self._free_a_slot(nbytes):
+                    return None
+        finally:
+            if started_ns:
+                self._common.waited("backpressure_ns", started_ns)
+
+    def _free_a_slot(self, nbytes: int) -> bool:
+        """Wait until host memory becomes free; False if none is going to."""
+        host, lane = self._common.host, self._common.lane
+        while self._copied:
+            self._write_oldest()
+        self._spill_resting(nbytes)
+        if self._disk.writes:
+            self._disk.settle_first(self._disk.writes)
+            return True
+        held_bytes = host.held_bytes
+        lane.drain()  # slots of copies in flight
+        return host.held_bytes < held_bytes
+
+    def _keep_room(self) -> None:
+        """Spill ahead of need: the next ``window_bytes`` should find host memory free."""
+        short_bytes = self.window.limit_bytes - self._common.host.free_bytes
+        if short_bytes > 0:
+            self._spill_resting(short_bytes, wait=False)
+
+    def _spill_resting(self, nbytes: int, *, wait: bool = True) -> None:
+        """Write out the blocks that have rested longest until ``nbytes`` are on their way."""
+        leaving_bytes = sum(t.slot.nbytes for t in self._disk.writes)
+        while leaving_bytes < nbytes and self._resting and self._common.error is None:
+            block = self._resting[0]()
+            if block is not None and block.state is State.HOST and block.extent is None:
+                if not wait and not block.copied.done():
+                    return
+                extent = self._disk.extent(block.nbytes)
+                if extent is None:
+                    return
+                self._disk.write(block, extent, None)
+                leaving_bytes += block.nbytes
+            self._resting.popleft()
