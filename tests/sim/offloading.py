@@ -1,0 +1,75 @@
+"""The runtime on the simulated accelerator: three ways to set up its tiers, and what tests need."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import simdev
+import torch
+
+import offload
+from offload.engines import Engine, Request, Slot, native_is_built
+from offload.engines.aio import AioEngine
+from offload.lanes.pinning import PINNERS
+from tests.doubles import WrappedEngine
+
+# All in host memory, all on the disk, and a host memory that holds only a part.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "disk": {"policy": lambda tensor: offload.Placement.DISK},
+    "host+disk": {"host_budget": 64 << 10},
+}
+SMALL_WINDOWS = {"window_bytes": 32 << 10, "prefetch_bytes": 32 << 10}
+
+
+class SimPinner:
+    """Registers slabs with the simulated driver."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        simdev.host_register(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        simdev.host_unregister(address)
+
+
+PINNERS["sim"] = SimPinner
+
+
+class WatchedEngine(WrappedEngine):
+    """Tells the race detector what the host does to slots when it reads and writes the disk."""
+
+    def write(self, slot: Slot, offset: int) -> Request:
+        simdev.host_access(slot.address, slot.nbytes, is_write=False)
+        return super().write(slot, offset)
+
+    def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
+        simdev.host_access(slot.address, slot.nbytes, is_write=True)
+        return super().read(slot, offset, urgent=urgent, checksum=checksum)
+
+
+def open_engine(directory: str) -> Engine:
+    """A watched engine."""
+    if native_is_built():
+        from offload.engines.native import NativeEngine
+
+        return WatchedEngine(NativeEngine(directory, threads=2, block_bytes=1 << 20))
+    return WatchedEngine(AioEngine(directory, threads=2, block_bytes=1 << 20))
+
+
+@contextlib.contextmanager
+def session_on_sim(directory: str, **options: Any) -> Iterator[offload.Session]:
+    """A session that offloads everything at once through small windows, closed and checked: what it
+    pinned is unpinned, and no race was found.
+    """
+    options = {
+        "device": "sim", "disk_dir": directory, "min_offload_bytes": 0, "keep_last_bytes": 0,
+        **SMALL_WINDOWS, "_engine": open_engine(directory), **options,
+    }  # fmt: skip
+    with offload.Session(**options) as session:
+        yield session
+    torch.accelerator.synchronize()
+    assert simdev.stats().pinned.current_bytes == 0
+
+
+Context = Callable[[], AbstractContextManager[Any]]
