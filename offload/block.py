@@ -35,7 +35,7 @@ from offload.budget import Reservation
 from offload.engines import Request, Slot
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import DONE, Fence, Lane
-from offload.layout import TensorLayout
+from offload.layout import TensorLayout, with_bits
 from offload.plan import Placement
 from offload.store import DiskStore, Extent
 
@@ -59,8 +59,10 @@ _block_ids = itertools.count()
 
 
 @functools.cache
-def _nothing(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, device=device)
+def _nothing(device: torch.device, conjugate: bool, negative: bool) -> torch.Tensor:
+    """No bytes, of the same kind in the eyes of ``Tensor.data``."""
+    dtype = torch.complex64 if conjugate or negative else torch.float32
+    return with_bits(torch.empty(0, dtype=dtype, device=device), conjugate, negative)
 
 
 class VersionWitness:
@@ -76,7 +78,7 @@ class VersionWitness:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = tensor._version
         self.counter = tensor.detach()
-        self.counter.data = _nothing(tensor.device)
+        self.counter.data = _nothing(tensor.device, tensor.is_conj(), tensor.is_neg())
 
     @property
     def modified(self) -> bool:

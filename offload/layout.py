@@ -40,10 +40,17 @@ class TensorLayout(NamedTuple):
         bare = torch.empty(0, dtype=self.dtype, device=storage.device)
         bare.set_(storage, self.storage_offset, self.size, self.stride)
         tensor = counter.detach()
-        tensor.data = bare
-        if self.conjugate:  # the bytes are those of the unconjugated base; the bit makes the value
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.negative else tensor
+        tensor.data = with_bits(bare, self.conjugate, self.negative)
+        return tensor
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"
+
+
+def with_bits(bare: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """A view of the same bytes as conjugated or negative values. ``Tensor.data`` may only be set to
+    a tensor with the same bits, on all devices but the best known.
+    """
+    if conjugate:
+        bare = torch._conj(bare)
+    return torch._neg_view(bare) if negative else bare

@@ -9,8 +9,10 @@
 Tiers decide when a block moves; the block knows how.
 """
 
+import contextlib
 import os
 import threading
+import weakref
 
 import torch
 
@@ -18,7 +20,7 @@ from offload.block import Block, State, Ticket
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
-from offload.lanes import open_lane, pinner_for
+from offload.lanes import Lane, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.report import Counters
 from offload.tiers.common import Common
@@ -44,6 +46,7 @@ class Tiers:
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk)
+        weakref.finalize(self, _let_go, self._pid, self.common.lane, host).atexit = False
 
     @property
     def host(self) -> HostTier:
@@ -134,3 +137,13 @@ class Tiers:
             StorageError: the bytes could not be brought back.
         """
         return self.inbound.take(ticket)
+
+
+def _let_go(pid: int, lane: Lane, host: HostTier) -> None:
+    """The last of a session and its graphs is about to die, perhaps unclosed: see its copies out
+    before their memory goes.
+    """
+    if os.getpid() == pid:
+        with contextlib.suppress(RuntimeError):  # of the device; whoever uses it next is told
+            lane.drain()
+        host.close()
