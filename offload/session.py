@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
+from offload.lanes import Lane
 from offload.plan import Policy, offload_all
 from offload.report import Counters, StepReport
 from offload.tiers import Tiers
@@ -49,6 +51,7 @@ class Session:
         *,
         policy: Policy = offload_all,
         _engine: Engine | None = None,
+        _lane: Callable[[Engine], Lane] | None = None,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -59,7 +62,7 @@ class Session:
         self._counters: Counters | None = None  # of the newest step
         self._running = threading.local()  # .counters: of the step that this thread is in
         self._open_steps = 0  # in all threads
-        self._tiers = Tiers(self.config, _engine)
+        self._tiers = Tiers(self.config, _engine, _lane)
         self._hooks = Hooks(self.config, policy, self._tiers)
         self._closed = False
         for message in self.config.warnings():
@@ -92,6 +95,8 @@ class Session:
             if self._open_steps:
                 raise StateError("the session cannot be closed while one of its steps is open")
             self._closed = True
+            if not self._tiers.in_child:
+                self._tiers.drain()  # what is in flight holds its blocks
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -35,14 +36,20 @@ __all__ = ["Tiers"]
 class Tiers:
     """Device, host and disk for the blocks of one session. Every call is made under ``lock``."""
 
-    def __init__(self, config: Config, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine | None = None,
+        lane: Callable[[Engine], Lane] | None = None,
+    ) -> None:
         self.lock = threading.RLock()
         self._pid = os.getpid()
         self._config = config
         engine = engine if engine is not None else open_engine(config)
         kind = config.device.type
         host = HostTier(engine, config.arena_bytes, pinner_for(kind))
-        self.common = Common(config, engine, open_lane(kind, engine), host)
+        opened = lane(engine) if lane is not None else open_lane(kind, engine)
+        self.common = Common(config, engine, opened, host)
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk)
@@ -94,12 +101,15 @@ class Tiers:
         if self._config.on_error == "raise":
             self.disk.settle_all(self.disk.writes)
 
-    def close(self) -> None:
-        """Finish what is in flight and let go of threads, memory and file."""
+    def drain(self) -> None:
+        """Finish what is in flight."""
+        self.outbound.settle_all()
         self.common.lane.drain()
-        self.outbound.poll()
         self.disk.settle_all(self.disk.writes)
         self.disk.settle_all(self.disk.reads)
+
+    def close(self) -> None:
+        """Let go of threads, memory and file. Nothing may be in flight."""
         self.host.close()
         self.common.engine.close()
 

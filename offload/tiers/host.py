@@ -1,5 +1,9 @@
 """HostTier: the host memory of a session, in slabs that are pinned for an accelerator."""
 
+import weakref
+
+import torch
+
 from offload.engines import PAGE_BYTES, Arena, Engine, Slot
 from offload.errors import warn_user
 from offload.lanes import Pinner
@@ -26,6 +30,9 @@ class HostTier:
         self._pinner = pinner
         self._slabs: list[Arena] = []
         self._pinned: list[int] = []  # addresses
+        # A graph that outlives its session keeps the tier; what is pinned goes with the last.
+        self._unpin = weakref.finalize(self, _unpin_all, pinner, self._pinned)
+        self._unpin.atexit = False  # the driver cleans up after the process
         if pinner is None:
             self._slabs.append(engine.arena(budget_bytes))
 
@@ -71,8 +78,7 @@ class HostTier:
 
     def close(self) -> None:
         """Unpin. Nothing may be copying any more."""
-        while self._pinned and self._pinner is not None:
-            self._pinner.unpin(self._pinned.pop())
+        self._unpin()
 
     def _may_grow(self, padded_bytes: int) -> bool:
         capacity_bytes = sum(slab.capacity_bytes for slab in self._slabs)
@@ -102,3 +108,11 @@ class HostTier:
             )
         else:
             self._pinned.append(first.address)
+
+
+def _unpin_all(pinner: Pinner | None, addresses: list[int]) -> None:
+    if pinner is not None and addresses:
+        torch.accelerator.synchronize()  # nothing may be copying
+        for address in addresses:
+            pinner.unpin(address)
+        addresses.clear()

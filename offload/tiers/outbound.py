@@ -122,6 +122,14 @@ class Outbound:
         self._common.lane.poll()
         self._common.heap.sweep()
 
+    def settle_all(self) -> None:
+        """See out all copies, and start the writes that follow from them."""
+        while self._copies:
+            self._copies[0].block.copied.synchronize()
+            self._settle_oldest_copy()
+        while self._copied:
+            self._write_oldest()
+
     def _settle_copies(self) -> None:
         while self._copies and self._copies[0].block.copied.done():
             self._settle_oldest_copy()
@@ -177,8 +185,7 @@ class Outbound:
     def _free_a_slot(self, nbytes: int) -> bool:
         """Wait until host memory becomes free; False if none is going to."""
         host, lane = self._common.host, self._common.lane
-        while self._copied:
-            self._write_oldest()
+        self.settle_all()
         self._spill_resting(nbytes)
         if self._disk.writes:
             self._disk.settle_first(self._disk.writes)

@@ -114,10 +114,9 @@ def _run_all(commands: list[list[str]]) -> list[str]:
     except OSError as error:
         raise BuildError(f"{commands[0][0]} cannot be run: {error}") from error
     outputs = [process.communicate()[0] for process in running]
-    for process, output in zip(running, outputs, strict=True):
+    for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode != 0:
-            command = " ".join(map(str, process.args))
-            raise BuildError(f"this failed:\n{command}\n{output}")
+            raise BuildError(f"this failed:\n{' '.join(command)}\n{output}")
     return outputs
 
 

@@ -45,6 +45,7 @@ class Config:
     launch_ns: int = 4000
     copy_latency_ns: int = 8000
     min_kernel_ns: int = 3000
+    timed_queries: bool = False
     sleep_scale: float = 0.0
     capacity_bytes: int = 8 << 30
 
@@ -74,6 +75,7 @@ def configure(
     launch_ns: int | None = None,
     copy_latency_ns: int | None = None,
     min_kernel_ns: int | None = None,
+    timed_queries: bool | None = None,
     sleep_scale: float | None = None,
     capacity_bytes: int | None = None,
 ) -> None:
@@ -97,6 +99,9 @@ def configure(
         launch_ns: virtual time the host spends on queueing a kernel or copy.
         copy_latency_ns: added to each copy over the link.
         min_kernel_ns: a kernel takes at least this long.
+        timed_queries: tell by the virtual clock whether an event or stream is done, as a device of
+            these speeds would, and not by which tasks have run. With ``Scheduler.EAGER`` this is
+            the device to measure overlap on. A query that says no takes the host 500 ns.
         sleep_scale: ``Scheduler.THREADS`` only: tasks sleep for this multiple of their virtual
             duration before they do their work. 0 does not sleep.
         capacity_bytes: device memory; more raises torch.OutOfMemoryError.

@@ -9,6 +9,10 @@ import types
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from .build import NAME, build
 
@@ -55,9 +59,9 @@ def load() -> None:
 
 
 def _register(module: Any) -> None:
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", _device_module(module))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", _device_module(module))  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 class _Device:

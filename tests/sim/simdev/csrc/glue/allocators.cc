@@ -84,7 +84,7 @@ class PinnedAllocatorImpl final : public at::CachingHostAllocatorImpl<c10::Strea
     Device::Get().FreePinned(block->ptr_);
   }
   void record_stream(std::optional<std::vector<MarkPtr>>& marks, c10::Stream stream) override {
-    marks->push_back(Device::Get().Record(IdOf(stream)));
+    marks.value().push_back(Device::Get().Record(IdOf(stream)));
   }
   // Not Device::QueryEvent: that this allocator polls teaches the host nothing.
   bool query_event(MarkPtr& mark) override { return mark->done; }

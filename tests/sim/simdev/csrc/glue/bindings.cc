@@ -42,6 +42,7 @@ void BindConfig(py::module_& m) {
       .def_readwrite("launch_ns", &Config::launch_ns)
       .def_readwrite("copy_latency_ns", &Config::copy_latency_ns)
       .def_readwrite("min_kernel_ns", &Config::min_kernel_ns)
+      .def_readwrite("timed_queries", &Config::timed_queries)
       .def_readwrite("sleep_scale", &Config::sleep_scale)
       .def_readwrite("capacity_bytes", &Config::capacity_bytes);
   m.def("config", [] { return Device::Get().config(); });

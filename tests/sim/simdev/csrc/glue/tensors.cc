@@ -46,8 +46,6 @@ Access AccessTo(const at::Tensor& tensor, bool is_write) {
   return {begin, begin + static_cast<uintptr_t>(last + 1) * tensor.element_size(), is_write};
 }
 
-int64_t BytesOf(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
-}
+int64_t BytesOf(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
 
 }  // namespace sim

@@ -4,10 +4,9 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <iterator>
-#include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace sim {
 namespace {
@@ -15,8 +14,9 @@ namespace {
 uintptr_t Map(size_t nbytes, int protection, int flags, int descriptor) {
   void* address = mmap(nullptr, nbytes, protection, flags | MAP_NORESERVE, descriptor, 0);
   if (address == MAP_FAILED) {
-    throw std::runtime_error("simdev: mmap of " + std::to_string(nbytes) +
-                             " bytes of address space failed: " + std::strerror(errno));
+    throw std::system_error(
+        errno, std::generic_category(),
+        "simdev: mmap of " + std::to_string(nbytes) + " bytes of address space failed");
   }
   return AddressOf(address);
 }
@@ -33,7 +33,7 @@ Arena Arena::Device(size_t nbytes) {
 Arena Arena::Pinned(size_t nbytes) {
   const int descriptor = memfd_create("simdev-pinned", MFD_CLOEXEC);
   if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(nbytes)) != 0) {
-    throw std::runtime_error(std::string("simdev: no memory file: ") + std::strerror(errno));
+    throw std::system_error(errno, std::generic_category(), "simdev: memfd_create failed");
   }
   const uintptr_t front = Map(nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor);
   const uintptr_t back = Map(nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor);

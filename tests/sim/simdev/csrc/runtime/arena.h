@@ -20,9 +20,9 @@ constexpr size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1
 
 class Arena {
  public:
-  // Device memory: a front that faults on every access. Throws std::runtime_error.
+  // Device memory: a front that faults on every access. Throws std::system_error.
   static Arena Device(size_t nbytes);
-  // Pinned memory: front and back are the same pages. Throws std::runtime_error.
+  // Pinned memory: front and back are the same pages. Throws std::system_error.
   static Arena Pinned(size_t nbytes);
 
   // First fit. Returns the front's address, or 0 when no free range is that long. `nbytes` must be

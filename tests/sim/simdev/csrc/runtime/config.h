@@ -13,6 +13,8 @@ enum class Scheduler {
   kRandom,   // like kLazy, and random streams make progress whenever something is queued
 };
 
+constexpr int64_t kQueryNs = 500;
+
 struct Config {
   Scheduler scheduler = Scheduler::kEager;
   uint64_t seed = 0;  // of kRandom; applies when the configuration is set
@@ -30,6 +32,9 @@ struct Config {
   int64_t launch_ns = 4000;        // on the host, per kernel or copy
   int64_t copy_latency_ns = 8000;  // per copy over the link
   int64_t min_kernel_ns = 3000;
+  // Whether something is done is told by the virtual clock, as a device of that speed would tell
+  // it, and not by which tasks have run. A query that says no costs the host kQueryNs.
+  bool timed_queries = false;
   // kThreads: a task sleeps for this multiple of its virtual duration before it does its work.
   double sleep_scale = 0;
 

@@ -99,10 +99,11 @@ void Device::Free(void* pointer) {
   DeviceAllocator::Block block = allocator_.Free(AddressOf(pointer));
   if (block.other_streams.empty()) {
     Poison(lock, block.stream, block.address, block.nbytes, "free");
-    allocator_.Reuse(std::move(block));
+    allocator_.Reuse(block);
     return;
   }
   std::vector<MarkPtr> marks;
+  marks.reserve(block.other_streams.size());
   for (const StreamId stream : block.other_streams) marks.push_back(RecordLocked(lock, stream));
   allocator_.Defer(std::move(block), std::move(marks));
 }
@@ -269,6 +270,10 @@ void Device::WaitEvent(StreamId stream, const MarkPtr& mark) {
 
 bool Device::QueryStream(StreamId stream) {
   Lock lock(mutex_);
+  if (config_.timed_queries) {
+    if (!IsPast(clock_.StreamNs(stream))) return false;
+    executor_.WaitFor(lock, stream, executor_.Queued(stream));
+  }
   if (executor_.Done(stream) < executor_.Queued(stream)) {
     executor_.Nudge(lock, stream);
     return false;
@@ -279,6 +284,10 @@ bool Device::QueryStream(StreamId stream) {
 
 bool Device::QueryEvent(const MarkPtr& mark) {
   Lock lock(mutex_);
+  if (config_.timed_queries) {
+    if (!IsPast(mark->time_ns)) return false;
+    executor_.WaitFor(lock, mark->stream, mark->position);
+  }
   if (!mark->done) {
     executor_.Nudge(lock, mark->stream);
     return false;
@@ -322,6 +331,12 @@ void Device::ThrowError() {
   if (!error.empty()) throw std::runtime_error("simdev: a task failed: " + error);
 }
 
+bool Device::IsPast(int64_t time_ns) {
+  if (time_ns <= clock_.HostNs(host_clock_)) return true;
+  clock_.AdvanceHost(host_clock_, kQueryNs);
+  return false;
+}
+
 void Device::LearnOnHost(const VectorClock& clock, int64_t time_ns) {
   detector_.Learn(HostActor(host_clock_), clock);
   clock_.DelayHost(host_clock_, time_ns);
@@ -340,7 +355,9 @@ void Device::CountCopy(const Work& work) {
 }
 
 bool Device::TakeFault(TaskKind kind) {
-  return fault_countdown_ > 0 && kind == fault_kind_ && --fault_countdown_ == 0;
+  if (fault_countdown_ == 0 || kind != fault_kind_) return false;
+  --fault_countdown_;
+  return fault_countdown_ == 0;
 }
 
 }  // namespace sim

@@ -57,7 +57,7 @@ struct Work {
 class Device {
  public:
   // Made by the first call; never destroyed, as tensors may outlive anything. Throws
-  // std::runtime_error when the address space cannot be had.
+  // std::system_error when the address space cannot be had.
   static Device& Get();
 
   Config config() const;
@@ -111,7 +111,7 @@ class Device {
   void WaitEvent(StreamId stream, const MarkPtr& mark);
 
   // Whether all is done. If so the host knows what happened before; if not, and no thread runs
-  // tasks, one task runs so that polling comes to an end.
+  // tasks, one task runs so that polling comes to an end (or time goes on, with timed_queries).
   bool QueryStream(StreamId stream);
   bool QueryEvent(const MarkPtr& mark);
 
@@ -153,6 +153,8 @@ class Device {
   void ConfigureLocked(Lock& lock, const Config& config);
   void CountCopy(const Work& work);
   bool TakeFault(TaskKind kind);
+  // Whether the host has come to `time_ns`; if not, asking has taken it a little closer.
+  bool IsPast(int64_t time_ns);
   void LearnOnHost(const VectorClock& clock, int64_t time_ns);
   void SynchronizeLocked(Lock& lock, StreamId stream);
   void ThrowError();

@@ -37,7 +37,7 @@ DeviceAllocator::Block DeviceAllocator::Free(uintptr_t address) {
   return block;
 }
 
-void DeviceAllocator::Reuse(Block block) {
+void DeviceAllocator::Reuse(const Block& block) {
   cached_[{block.stream, block.nbytes}].push_back(block.address);
 }
 

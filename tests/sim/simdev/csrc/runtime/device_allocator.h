@@ -42,7 +42,7 @@ class DeviceAllocator {
   // Ends the use of a block; it must then be given to Reuse or Defer. Terminates the process when
   // nothing is allocated at `address`.
   Block Free(uintptr_t address);
-  void Reuse(Block block);
+  void Reuse(const Block& block);
   void Defer(Block block, std::vector<MarkPtr> marks);
 
   // Does nothing if `address` is not allocated.

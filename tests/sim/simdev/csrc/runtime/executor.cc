@@ -22,8 +22,9 @@ void Executor::Push(Lock& lock, StreamId id, Task task) {
       Force(lock, id, stream.queued);
       break;
     case Scheduler::kThreads:
-      if (!stream.worker.joinable())
+      if (!stream.worker.joinable()) {
         stream.worker = std::thread([this, &stream] { Serve(stream); });
+      }
       stream.has_work.notify_one();
       break;
     case Scheduler::kLazy:
