@@ -154,6 +154,32 @@ def test_polling_an_event_comes_to_an_end():
     pytest.fail("the event is never done")
 
 
+def test_threads_share_the_device():
+    results: dict[int, Tensor] = {}
+    begin = threading.Barrier(4)
+
+    def work(i: int) -> None:
+        begin.wait()
+        compute, copy = torch.Stream("sim"), torch.Stream("sim")
+        host = torch.zeros(64, pin_memory=True)
+        for _ in range(20):
+            with compute:
+                x = torch.full((64,), float(i), device="sim") * 2
+            copy.wait_stream(compute)
+            with copy:
+                host.copy_(x, non_blocking=True)
+            x.record_stream(copy)
+        copy.synchronize()
+        results[i] = host.clone()
+
+    threads = [threading.Thread(target=work, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {i: host.unique().item() for i, host in results.items()} == {0: 0, 1: 2, 2: 4, 3: 6}
+
+
 def test_record_stream():
     randn(5).record_stream(torch.Stream("sim"))
 

@@ -165,6 +165,19 @@ def test_events_tell_virtual_time(x):
     assert begin.elapsed_time(end) == pytest.approx(0.003, abs=1e-9)
 
 
+def test_queries_can_go_by_virtual_time(x, host):
+    simdev.configure(timed_queries=True)
+    accelerator.synchronize()
+    host.copy_(x, non_blocking=True)
+    done = accelerator.current_stream().record_event()
+    simdev.advance_host_ns(LATENCY_NS + NBYTES - 600)
+    assert not done.query()  # 600 ns too early, and itself takes 500
+    assert not accelerator.current_stream().query()
+    assert done.query()
+    assert accelerator.current_stream().query()
+    simdev.host_access(host.data_ptr(), host.nbytes, is_write=True)
+
+
 def test_time_starts_again_with_each_reset(x):
     x + 1
     simdev.reset()
