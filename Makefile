@@ -7,7 +7,8 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
 CPP := $(wildcard csrc/*.cc csrc/*.h)
-CPP_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
+CPP_TESTS := $(wildcard tests/native/*.cc tests/native/*.h tests/sim/simdev/csrc/*/*.cc \
+  tests/sim/simdev/csrc/*/*.h)
 JOBS := $(shell nproc)
 
 .DEFAULT_GOAL := help
@@ -33,6 +34,7 @@ test: $(STAMP)  ## Run the tests, C++ and Python
 	@$(PYTHON) -c "import torch, offload._native" || \
 	  { echo "the native engine is not built: see the compiler's output of 'make setup'"; exit 1; }
 	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest tests/sim
 
 check: $(STAMP)  ## Lint, formats and types, Python and C++
 	$(VENV)/bin/ruff check .

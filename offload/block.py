@@ -194,11 +194,17 @@ class Block:
         self.state = State.HOST
         return original
 
-    def spill(self, lane: Lane, store: DiskStore, extent: Extent) -> Request:
-        """HOST -> SPILLING: start writing the slot to ``extent``. Waits for the copy out."""
+    def host_slot(self, lane: Lane) -> Slot:
+        """The slot, for host code that is about to read it. Waits for the copy out."""
         self._expect(State.HOST)
         assert self.slot is not None
         lane.host_reads(self.slot, self.copied)
+        return self.slot
+
+    def spill(self, store: DiskStore, extent: Extent) -> Request:
+        """HOST -> SPILLING: start writing the slot, which ``host_slot`` gave, to ``extent``."""
+        self._expect(State.HOST)
+        assert self.slot is not None
         self.request = store.write(self.slot, extent)
         self.extent = extent
         self.state = State.SPILLING

@@ -108,7 +108,7 @@ class Config:
         trim_bytes: memory of what has left is returned to the system at once, and all that the C
             library keeps free whenever the process has grown by this much. 0 leaves it to that
             library, which is a little faster and holds much more.
-        verify: check a CRC of every block that comes back.
+        verify: check a CRC of every block that comes back from the disk.
         on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
             goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
             ``StorageError`` at its end.

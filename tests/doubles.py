@@ -87,6 +87,9 @@ class WrappedEngine(Engine):
     def copy(self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool) -> int | None:
         return self.inner.copy(slot, storage, checksum=checksum)
 
+    def checksum(self, slot: Slot) -> int:
+        return self.inner.checksum(slot)
+
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         return self.inner.alias(slot)
 

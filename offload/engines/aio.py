@@ -216,6 +216,10 @@ class AioEngine(Engine):
         torch.frombuffer(slot.view, dtype=torch.uint8).copy_(source)
         return zlib.crc32(slot.view) if checksum else None
 
+    def checksum(self, slot: Slot) -> int:
+        assert isinstance(slot, AioSlot)
+        return zlib.crc32(slot.view)
+
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         assert isinstance(slot, AioSlot)
         return torch.frombuffer(slot.view, dtype=torch.uint8).untyped_storage()

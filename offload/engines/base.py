@@ -90,6 +90,10 @@ class Engine(ABC):
         """Copy the bytes of ``storage`` into ``slot``; returns their checksum if asked for."""
 
     @abstractmethod
+    def checksum(self, slot: Slot) -> int:
+        """The checksum of the bytes in ``slot``, as ``copy`` and ``read`` compute it."""
+
+    @abstractmethod
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         """A storage over the slot's bytes, without a copy. The slot lives as long as the
         storage.

@@ -33,6 +33,9 @@ class NativeEngine(Engine):
         _native.copy(slot.address, address, nbytes)
         return None
 
+    def checksum(self, slot: Slot) -> int:
+        return _native.crc32c(slot.address, slot.nbytes)
+
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         return torch.frombuffer(cast(_native.Slot, slot), dtype=torch.uint8).untyped_storage()
 

@@ -52,7 +52,7 @@ class Tiers:
         self.common = Common(config, engine, opened, host)
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
-        self.inbound = Inbound(self.common, self.disk)
+        self.inbound = Inbound(self.common, self.disk, self.outbound)
         weakref.finalize(self, _let_go, self._pid, self.common.lane, host).atexit = False
 
     @property

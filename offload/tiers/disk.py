@@ -46,9 +46,10 @@ class DiskTier:
 
     def write(self, block: Block, extent: Extent, hold: Reservation | None) -> None:
         """HOST -> SPILLING."""
-        slot = block.slot
-        assert slot is not None
-        request = block.spill(self._common.lane, self.store, extent)
+        slot = block.host_slot(self._common.lane)
+        if self._common.config.verify and block.checksum is None:  # the device copied, not we
+            block.checksum = self._common.engine.checksum(slot)
+        request = block.spill(self.store, extent)
         self.writes.append(Transfer(request, slot, extent, hold, weakref.ref(block), True))
         counters = self._common.counters
         counters.peak_disk_bytes = max(counters.peak_disk_bytes, self.store.budget.peak_bytes)

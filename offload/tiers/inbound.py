@@ -10,6 +10,7 @@ from offload.block import Block, State, Ticket
 from offload.budget import Budget
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
+from offload.tiers.outbound import Outbound
 from offload.trace import now_ns
 
 
@@ -18,10 +19,11 @@ class Inbound:
     of device memory on an accelerator, of slots where the device's memory is host memory.
     """
 
-    def __init__(self, common: Common, disk: DiskTier) -> None:
+    def __init__(self, common: Common, disk: DiskTier, outbound: Outbound) -> None:
         self.ahead = Budget(common.config.prefetch_bytes)
         self._common = common
         self._disk = disk
+        self._outbound = outbound
         self._guesses: list[weakref.ref[Block]] = []  # brought back ahead in this step
         self._fetching: deque[weakref.ref[Block]] = deque()  # of those, not yet on the device
 
@@ -84,9 +86,7 @@ class Inbound:
             block.request.promote()
         elif block.state is State.DISK:
             counters.misses += 1
-            host = self._common.host
-            slot = host.slot(block.nbytes) or host.slot_outside(block.nbytes)
-            self._disk.read(block, slot, None)
+            self._disk.read(block, self._outbound.slot_now(block.nbytes), None)
         elif self._common.lane.host_is_device:
             counters.hits += 1
             in_time = block.extent is None or block.state is State.SPILLING

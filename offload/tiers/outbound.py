@@ -182,6 +182,15 @@ class Outbound:
             if started_ns:
                 self._common.waited("backpressure_ns", started_ns)
 
+    def slot_now(self, nbytes: int) -> Slot:
+        """A slot for bytes that backward waits for: others make room for it."""
+        host = self._common.host
+        slot = host.slot(nbytes)
+        # On the cpu, slots are full of tensors that backward is using: no wait would free them.
+        while slot is None and not self._common.lane.host_is_device and self._free_a_slot(nbytes):
+            slot = host.slot(nbytes)
+        return slot if slot is not None else host.slot_outside(nbytes)
+
     def _free_a_slot(self, nbytes: int) -> bool:
         """Wait until host memory becomes free; False if none is going to."""
         host, lane = self._common.host, self._common.lane

@@ -69,7 +69,7 @@ class Rig:
         calls: dict[str, Callable[[], Any]] = {
             "offload": lambda: block.offload(self.lane, self.slot(), checksum=self.checksum),
             "settle_offload": lambda: block.settle_offload(self.lane),
-            "spill": lambda: block.spill(self.lane, self.store, self.store.allocate(NBYTES)),
+            "spill": lambda: block.spill(self.store, self.store.allocate(NBYTES)),
             "fetch": lambda: block.fetch(
                 self.lane, self.store, self.slot(), urgent=True, reservation=None
             ),

@@ -1,0 +1,186 @@
+"""The three tiers of an accelerator: what goes where, and what happens when one is full."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import simdev
+import torch
+from offloading import open_engine, session_on_sim
+
+import offload
+from offload.errors import OffloadWarning
+from tests.doubles import FaultyEngine
+from tests.support import chain
+
+NBYTES = 16 << 10
+LENGTH = 12
+ON_DISK = {"policy": lambda tensor: offload.Placement.DISK}
+
+
+@pytest.fixture(autouse=True)
+def _lagging_link() -> None:
+    """A link on which a tensor takes longer than the operation that makes it."""
+    simdev.configure(timed_queries=True, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+
+
+def leaf() -> torch.Tensor:
+    x = torch.linspace(0, 1, NBYTES // 4).to("sim")
+    return x.requires_grad_()
+
+
+def expected() -> torch.Tensor:
+    x = leaf()
+    chain(x, LENGTH).backward()
+    return x.grad.cpu()
+
+
+def run(session: offload.Session) -> tuple[torch.Tensor, offload.StepReport]:
+    """The gradient of a chain whose graph saves ``LENGTH`` storages, and the report."""
+    x = leaf()
+    with session.step() as step:
+        chain(x, LENGTH).backward()
+    torch.accelerator.synchronize()
+    return x.grad.cpu(), step.report
+
+
+def test_host_memory_first(tmp_path: Path) -> None:
+    with session_on_sim(str(tmp_path)) as session:
+        grad, report = run(session)
+    assert torch.equal(grad, expected())
+    assert report.offloaded_blocks == LENGTH
+    assert report.written_bytes == 0
+    assert report.peak_arena_bytes == LENGTH * NBYTES
+
+
+def test_the_oldest_go_on_to_the_disk(tmp_path: Path) -> None:
+    """Backward wants those last: what it wants first is still in host memory."""
+    budget = 4 * NBYTES
+    with session_on_sim(str(tmp_path), host_budget=budget, prefetch_bytes=0) as session:
+        grad, report = run(session)
+    assert torch.equal(grad, expected())
+    assert report.peak_arena_bytes <= budget
+    assert report.written_bytes >= (LENGTH - 4) * NBYTES
+    assert report.read_bytes < report.reloaded_bytes, "some were not written or not read back"
+    assert report.kept_bytes.get("budget", 0) == 0
+
+
+def test_neither_host_nor_disk_has_room(tmp_path: Path) -> None:
+    """What nobody has room for stays on the device; nothing fails, and nothing waits for ever."""
+    budget = 4 * NBYTES
+    with session_on_sim(str(tmp_path), host_budget=budget, disk_budget=0) as session:
+        grad, report = run(session)
+    assert torch.equal(grad, expected())
+    assert report.written_bytes == 0
+    assert report.offloaded_bytes == budget
+    assert report.kept_bytes["budget"] == (LENGTH - 4) * NBYTES
+
+
+def test_a_failing_disk_leaves_blocks_in_host_memory(tmp_path: Path) -> None:
+    faulty = FaultyEngine(open_engine(str(tmp_path)))
+    faulty.good_writes, faulty.code = 2, errno.ENOSPC
+    options = {"host_budget": 4 * NBYTES, "_engine": faulty}
+    with session_on_sim(str(tmp_path), **options) as session:
+        with pytest.warns(OffloadWarning, match="No space left"):
+            grad, report = run(session)
+        assert torch.equal(grad, expected())
+        assert report.warnings
+        faulty.good_writes = None
+        grad, report = run(session)
+        assert torch.equal(grad, expected())
+        assert report.warnings == ()
+
+
+def test_what_is_still_on_the_device_is_handed_back(tmp_path: Path) -> None:
+    """The tail never left, and a copy that backward overtook is not undone by another copy."""
+    with session_on_sim(
+        str(tmp_path), keep_last_bytes=2 * NBYTES, window_bytes=4 * NBYTES
+    ) as session:
+        before = simdev.stats()
+        grad, report = run(session)
+        after = simdev.stats()
+    assert torch.equal(grad, expected())
+    assert after.d2h.nbytes - before.d2h.nbytes == (LENGTH - 2) * NBYTES + NBYTES  # and the grad
+    # Two of the tail, and at least the last of the window.
+    assert report.forwarded_bytes >= 3 * NBYTES
+    there = NBYTES  # the leaf
+    assert report.reloaded_bytes <= LENGTH * NBYTES - report.forwarded_bytes
+    assert report.reloaded_bytes + report.forwarded_bytes >= LENGTH * NBYTES - there
+
+
+def test_reloads_ahead_stay_within_the_prefetch_window(tmp_path: Path) -> None:
+    with session_on_sim(str(tmp_path), prefetch_bytes=3 * NBYTES) as session:
+        run(session)
+        ahead = session._tiers.inbound.ahead
+        assert ahead.peak_bytes == 3 * NBYTES
+        assert ahead.used_bytes == 0
+
+
+def test_a_guess_nobody_asked_for_ends_with_its_step(tmp_path: Path) -> None:
+    """A forward whose graph is dropped half way through its backward leaves nothing behind."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(grad: torch.Tensor) -> None:
+        raise StopError
+
+    with session_on_sim(str(tmp_path), prefetch_bytes=4 * NBYTES) as session:
+        x = leaf()
+        with session.step():
+            half = chain(x, LENGTH // 2)
+            middle = (x * half.detach()).sin()
+            middle.register_hook(stop)
+            loss = chain(middle, LENGTH)
+            with pytest.raises(StopError):
+                loss.backward()
+        del half, middle, loss
+        grad, _ = run(session)
+        assert torch.equal(grad, expected())
+        assert session._tiers.inbound.ahead.used_bytes == 0
+
+
+@pytest.mark.parametrize("options", [ON_DISK, {"host_budget": 4 * NBYTES}])
+def test_verified_bytes(options: dict[str, object], tmp_path: Path) -> None:
+    """The checksum is taken of what the device copied, and checked when it is read back."""
+    with session_on_sim(str(tmp_path), verify=True, **options) as session:
+        grad, report = run(session)
+        assert torch.equal(grad, expected())
+        assert report.read_bytes > 0
+
+
+def test_only_the_managed_device(tmp_path: Path) -> None:
+    """A session for the accelerator leaves the CPU's tensors alone, and the reverse."""
+    x = torch.linspace(0, 1, NBYTES // 4).requires_grad_()
+    with session_on_sim(str(tmp_path)) as session:
+        with session.step() as step:
+            chain(x, LENGTH).backward()
+        assert step.report.offloaded_bytes == 0
+    with offload.Session(device="cpu", disk_dir=tmp_path, min_offload_bytes=0) as session:
+        _, report = run(session)
+        assert report.offloaded_bytes == 0
+
+
+def test_the_accelerator_is_the_default(tmp_path: Path) -> None:
+    assert offload.Config(disk_dir=tmp_path).device == torch.device("sim")
+    assert offload.Config(disk_dir=tmp_path, device="sim:0").device == torch.device("sim", 0)
+    with pytest.raises(ValueError, match="this machine and its torch have 'sim' and 'cpu'"):
+        offload.Config(device="cuda")
+
+
+def test_pinned_memory_is_given_back_with_the_last_graph(tmp_path: Path) -> None:
+    """A graph may outlive its session: what it needs stays until it is done."""
+    x = leaf()
+    with (
+        offload.Session(
+            device="sim", disk_dir=tmp_path, min_offload_bytes=0, keep_last_bytes=0
+        ) as session,
+        session.step(),
+    ):
+        loss = chain(x, LENGTH)
+    del session
+    assert simdev.stats().pinned.current_bytes > 0
+    loss.backward()
+    assert torch.equal(x.grad.cpu(), expected())
+    del loss
+    assert simdev.stats().pinned.current_bytes == 0
