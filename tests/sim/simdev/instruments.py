@@ -10,7 +10,9 @@ from .loading import native
 def races(*, clear: bool = True) -> list[str]:
     """The accesses that nothing orders, one line each, oldest first.
 
-    Found while tasks are queued, so independent of the scheduler. At most 1000 are kept.
+    Found while tasks are queued, so the scheduler matters only to a program that asks how far the
+    device is. A strided tensor counts as all bytes from its first to its last element. Accesses by
+    the host count only where :func:`host_access` tells of them. At most 1000 are kept.
 
     Args:
         clear: forget them.

@@ -1,10 +1,10 @@
 // Finds accesses to the same memory that nothing orders.
 //
-// Vector clocks in program order: everything is decided while tasks are queued, so the reports are
-// the same under every scheduler and do not depend on time. Two accesses race when they overlap, at
-// least one writes, and the later one's actor does not know the step of the earlier one. Knowledge
-// flows from the host to a stream when something is queued, from a stream to a Mark when it is
-// recorded, and from a Mark to whoever waits for it.
+// Vector clocks in program order: everything is decided while tasks are queued, so the scheduler
+// and time matter only to a program that asks how far the device is. Two accesses race when they
+// overlap, at least one writes, and the later one's actor does not know the step of the earlier
+// one. Knowledge flows from the host to a stream when something is queued, from a stream to a Mark
+// when it is recorded, and from a Mark to whoever waits for it.
 //
 // Nothing here is locked: the caller serialises.
 #ifndef SIMDEV_RUNTIME_RACE_DETECTOR_H_
