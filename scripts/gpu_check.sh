@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks a machine with an accelerator: the suite, what a session does beside it, and the step bench
-# on its host. Ends at once, successfully, where there is none.
+# Checks a machine with an accelerator: bits, budgets and order on the device, then step time and
+# peak memory beside other ways to hold activations. Ends at once, successfully, where there is none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -10,5 +10,5 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.accelerator.is_availabl
   exit 0
 fi
 "$PYTHON" -c 'import torch; print("accelerator:", torch.accelerator.current_accelerator())'
-"$PYTHON" -m pytest tests/gpu tests/cases -q
-"$PYTHON" scripts/bench_step.py --workload gpt --modes plain,checkpoint,offload --rounds 2
+"$PYTHON" -m pytest tests/gpu -q
+"$PYTHON" scripts/bench_accelerator.py "$@"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that "simdev" is found
+sys.path += [str(Path(__file__).parents[2] / "scripts"), str(Path(__file__).parents[1] / "gpu")]
 
 import simdev
 
