@@ -280,6 +280,7 @@ class Block:
         self.reservation = None
         if self.state not in (State.LIVE, State.OFFLOADING):
             self._device = None
+            self._device_ref = self._origin  # it may still be arriving, for nobody
             self._arrived = DONE
 
     # -- use --------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class Inbound:
         for block in (r() for r in self._guesses):
             if block is None or block.reservation is None:
                 continue
-            if block.request is not None and (block.request.done() or block.request.cancel()):
+            request = block.request if block.state is State.FETCHING else None
+            if request is not None and (request.done() or request.cancel()):
                 with contextlib.suppress(OSError):
                     block.settle_fetch()
             block.unload()

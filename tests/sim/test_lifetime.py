@@ -10,14 +10,15 @@ import torch
 from offloading import CONFIGURATIONS, SMALL_WINDOWS, open_engine
 
 import offload
-from tests.support import chain
+from tests.doubles import LazyEngine
+from tests.support import chain, drain
 
 
 def opened(directory: Path, **options: Any) -> offload.Session:
     """A session that nobody closes."""
     return offload.Session(
         device="sim", disk_dir=directory, min_offload_bytes=0, keep_last_bytes=0,
-        _engine=open_engine(str(directory)), **{**SMALL_WINDOWS, **options},
+        **{"_engine": open_engine(str(directory)), **SMALL_WINDOWS, **options},
     )  # fmt: skip
 
 
@@ -71,3 +72,52 @@ def test_values_with_a_conjugate_or_negative_bit(scheduler, tmp_path: Path) -> N
             got = gradients()
         assert step.report.offloaded_blocks > 0
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_guess_that_ends_with_its_step(scheduler, spilled: bool, tmp_path: Path) -> None:
+    """Tensors brought back ahead and not asked for, as the backward stopped half way. The next step
+    lets them go, whether the copy is still on its way or they are going to the disk meanwhile; the
+    graph can still be used.
+    """
+    x = torch.linspace(0, 1, 1024, device="sim").requires_grad_()
+    expected = torch.autograd.grad(chain(x, 4), x)[0]
+    stopped = []
+
+    def stop_once(_: torch.Tensor) -> None:
+        if not stopped:
+            stopped.append(1)
+            raise LookupError("stop")
+
+    engine = LazyEngine(open_engine(str(tmp_path)), reads=False)
+    with opened(tmp_path, _engine=engine, **CONFIGURATIONS["host+disk"]) as session:
+        with session.step() as step:
+            h = x.sin().sin().sin().sin()
+            h.register_hook(stop_once)
+            loss = chain(h, 4)
+            torch.accelerator.synchronize()
+            with pytest.raises(LookupError, match="stop"):
+                loss.backward(retain_graph=True)
+            assert step.report.reloaded_bytes >= 5 * 4096
+            others = chain(x, 4 if spilled else 1)
+            if spilled:
+                torch.accelerator.synchronize()
+        assert (engine.in_flight_bytes > 0) == spilled
+        with session.step():
+            assert torch.equal(torch.autograd.grad(h.sum(), x)[0], expected)
+        del h, others, loss
+
+
+def test_retained_graph_does_not_fill_the_device_again(scheduler, tmp_path: Path) -> None:
+    """What one backward was given is not held for the next."""
+    x = torch.linspace(0, 1, 1 << 14, device="sim").requires_grad_()
+    with opened(tmp_path) as session:
+        with session.step():
+            loss = chain(x, 8)
+        drain(session)
+        before = torch.accelerator.memory_allocated()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x, retain_graph=True)
+        drain(session)
+        assert torch.accelerator.memory_allocated() <= before + first.nbytes + second.nbytes
+        assert torch.equal(first, second)
