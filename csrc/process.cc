@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <ctime>
 #include <stdexcept>
 #include <utility>
@@ -43,12 +44,24 @@ class InheritedMask {
   sigset_t previous_;
 };
 
+std::atomic<pid_t> current_pid{0};
+
+void NotePid() { current_pid = getpid(); }
+
 std::unique_ptr<std::thread> StartMasked(std::function<void()> body) {
   const InheritedMask mask;
   return std::make_unique<std::thread>(std::move(body));
 }
 
 }  // namespace
+
+pid_t Owner::CurrentPid() {
+  static const int registered = [] {
+    NotePid();
+    return pthread_atfork(nullptr, nullptr, &NotePid);
+  }();
+  return registered == 0 ? current_pid.load(std::memory_order_relaxed) : getpid();
+}
 
 void Owner::Require(const char* what) const {
   if (IsCurrent()) return;

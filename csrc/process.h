@@ -5,6 +5,7 @@
 // A mutex that one of those held stays locked for ever, and the slab is not even mapped
 // (MADV_DONTFORK, see arena.h). So every object remembers the process that made it: in a child its
 // calls throw before they take a lock, and its destructor neither locks, joins, unmaps nor closes.
+// getpid() is a system call, and every call asks; so fork() leaves word in a variable of the child.
 #ifndef OFFLOAD_CSRC_PROCESS_H_
 #define OFFLOAD_CSRC_PROCESS_H_
 
@@ -21,15 +22,17 @@ namespace offload {
 // Remembers the process that made an object. Any thread may call it; it takes no lock.
 class Owner {
  public:
-  Owner() : pid_(getpid()) {}
+  Owner() : pid_(CurrentPid()) {}
 
   // True in the process that made this object, false in a child forked from it.
-  bool IsCurrent() const { return pid_ == getpid(); }
+  bool IsCurrent() const { return pid_ == CurrentPid(); }
 
   // Throws std::runtime_error, naming `what`, in a child forked from the owning process.
   void Require(const char* what) const;
 
  private:
+  static pid_t CurrentPid();
+
   pid_t pid_;
 };
 
