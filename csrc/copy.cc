@@ -74,6 +74,18 @@ void StreamCopy(std::byte* dst, const std::byte* src, size_t nbytes) {
 
 #endif
 
+Stores StoresFor(size_t nbytes) {
+  return nbytes >= kStreamFromBytes ? Stores::kStreaming : Stores::kCached;
+}
+
+void CopyPart(void* dst, const void* src, size_t nbytes, Stores stores) {
+  if (stores == Stores::kStreaming) {
+    StreamCopy(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), nbytes);
+  } else {
+    std::memcpy(dst, src, nbytes);
+  }
+}
+
 // One copy, shared by the threads that work on it.
 class Job {
  public:
@@ -116,14 +128,11 @@ class Job {
   void CopyChunk(size_t i) {
     std::byte* dst = dst_ + i * kChunkBytes;
     const std::byte* src = src_ + i * kChunkBytes;
-    const size_t nbytes = ChunkBytes(i);
-    const Stores stores = nbytes_ >= kStreamFromBytes ? Stores::kStreaming : Stores::kCached;
-    if (!crcs_.empty()) {
-      crcs_[i] = Crc32cCopy(dst, src, nbytes, stores);
-    } else if (stores == Stores::kStreaming) {
-      StreamCopy(dst, src, nbytes);
+    const Stores stores = StoresFor(nbytes_);
+    if (crcs_.empty()) {
+      CopyPart(dst, src, ChunkBytes(i), stores);
     } else {
-      std::memcpy(dst, src, nbytes);
+      crcs_[i] = Crc32cCopy(dst, src, ChunkBytes(i), stores);
     }
   }
 
@@ -201,10 +210,12 @@ std::shared_ptr<Job> Run(void* dst, const void* src, size_t nbytes, int threads,
 }  // namespace
 
 void Copy(void* dst, const void* src, size_t nbytes, int threads) {
+  if (nbytes <= kChunkBytes) return CopyPart(dst, src, nbytes, StoresFor(nbytes));
   Run(dst, src, nbytes, threads, false);
 }
 
 uint32_t CopyCrc32c(void* dst, const void* src, size_t nbytes, int threads) {
+  if (nbytes <= kChunkBytes) return Crc32cCopy(dst, src, nbytes, StoresFor(nbytes));
   return Run(dst, src, nbytes, threads, true)->Checksum();
 }
 
