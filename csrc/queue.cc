@@ -29,6 +29,35 @@ int64_t ClockNs(clockid_t clock) {
 // wait_for adds the timeout to the clock, which must not overflow.
 constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);
 
+// [Note: wake-ups]
+// Waking a thread costs the one that wakes it more than all else that Submit does, and that one is
+// busy training. So a sleeping worker is woken only if it is needed: while another is on its way,
+// that one wakes the next if it finds more than it can do; and while those that are awake have no
+// more than this much to do for each of them, they come to it soon. Who waits already, for an
+// urgent read, does not wait for that.
+constexpr size_t kBytesPerWorker = size_t{128} << 10;
+
+// Notifies when it is destroyed: declared before a lock, after that is let go. Who is woken earlier
+// runs into the lock and sleeps again.
+class Notices {
+ public:
+  Notices() = default;
+  ~Notices() {
+    if (one_ != nullptr) one_->notify_one();
+    for (int i = 0; i < count_; ++i) all_[i]->notify_all();
+  }
+  Notices(const Notices&) = delete;
+  Notices& operator=(const Notices&) = delete;
+
+  void ToOne(std::condition_variable* changed) { one_ = changed; }
+  void ToAll(std::condition_variable* changed) { all_[count_++] = changed; }
+
+ private:
+  std::condition_variable* one_ = nullptr;
+  std::array<std::condition_variable*, 3> all_{};
+  int count_ = 0;
+};
+
 }  // namespace
 
 // What the queue, its requests and its workers share.
@@ -40,22 +69,22 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   std::shared_ptr<Request> Submit(Transfer transfer, std::chrono::nanoseconds timeout) {
     Validate(transfer);
     const Kind kind = transfer.kind;
-    auto request = std::make_shared<Request>(shared_from_this(), std::move(transfer));
-    const size_t nbytes = request->nbytes_;
-    request->total_bytes_ = file_->is_direct() ? RoundUp(nbytes, file_->alignment_bytes()) : nbytes;
-    if (request->transfer_.crc) request->piece_crcs_.resize(Pieces(request->total_bytes_));
-
+    Notices notices;
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool has_room = room_.wait_for(lock, std::min(timeout, kLongestWait), [&] {
-      return closing_ || Waiting(kind) < options_.capacity;
-    });
+    const auto decided = [&] { return closing_ || Waiting(kind) < options_.capacity; };
+    if (!decided()) {
+      if (timeout == timeout.zero()) return nullptr;  // without the system calls of a wait
+      if (!room_.wait_for(lock, std::min(timeout, kLongestWait), decided)) return nullptr;
+    }
     if (closing_) throw std::invalid_argument("the queue is closed");
-    if (!has_room) return nullptr;
+    const auto request = std::make_shared<Request>(shared_from_this(), std::move(transfer));
+    request->total_bytes_ = RoundUp(request->nbytes_, file_->alignment_bytes());
+    if (request->transfer_.crc) request->piece_crcs_.resize(Pieces(request->total_bytes_));
     ++Waiting(kind);
     stats_.peak_depth = std::max(stats_.peak_depth, ++stats_.depth);
+    unfinished_bytes_ += request->total_bytes_;
     LaneOf(*request).push_back(request);
-    // A large request gives work to all.
-    request->total_bytes_ > options_.block_bytes ? work_.notify_all() : work_.notify_one();
+    WakeIfNeeded(&notices);
     return request;
   }
 
@@ -67,17 +96,19 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   bool Cancel(Request* request) {
     std::shared_ptr<Slot> freed_after_unlock;
+    Notices notices;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (request->done_ || request->handed_bytes_ > 0) return false;
     RemoveFromLane(request);
-    LeaveWaiting(request->transfer_.kind);
+    LeaveWaiting(request->transfer_.kind, &notices);
     request->error_ = ECANCELED;
     freed_after_unlock = std::move(request->transfer_.slot);
-    MarkDone(request);
+    MarkDone(request, &notices);
     return true;
   }
 
   void Promote(Request* request) {
+    Notices notices;
     const std::lock_guard<std::mutex> lock(mutex_);
     Transfer& transfer = request->transfer_;
     if (transfer.kind != Kind::kRead || transfer.urgent) return;
@@ -85,6 +116,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
     std::shared_ptr<Request> moved = RemoveFromLane(request);
     transfer.urgent = true;
     LaneOf(*request).push_back(std::move(moved));
+    WakeIfNeeded(&notices);
   }
 
   // Body of a worker.
@@ -93,10 +125,11 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   }
 
   void BeginClose() {
+    Notices notices;
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
-    work_.notify_all();
-    room_.notify_all();
+    notices.ToAll(&work_);
+    notices.ToAll(&room_);
   }
 
   bool WaitUntilIdle(std::chrono::nanoseconds timeout) {
@@ -156,15 +189,26 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   size_t& Waiting(Kind kind) { return waiting_[kind == Kind::kWrite ? 1 : 0]; }
 
-  void LeaveWaiting(Kind kind) {
+  void LeaveWaiting(Kind kind, Notices* notices) {
     --Waiting(kind);
-    room_.notify_all();  // reads and writes wait on the same condition
+    notices->ToAll(&room_);  // reads and writes wait on the same condition
   }
 
-  void MarkDone(Request* request) {
+  // The request must outlive the notices.
+  void MarkDone(Request* request, Notices* notices) {
     request->done_ = true;
-    request->done_changed_.notify_all();
-    if (--stats_.depth == 0) idle_.notify_all();
+    unfinished_bytes_ -= request->total_bytes_;
+    notices->ToAll(&request->done_changed_);
+    if (--stats_.depth == 0) notices->ToAll(&idle_);
+  }
+
+  // [Note: wake-ups] Called whenever something waits that did not before, or more urgently.
+  void WakeIfNeeded(Notices* notices) {
+    if (sleeping_ == 0 || one_wakes_up_) return;
+    const int awake = options_.threads - sleeping_;
+    if (lanes_[0].empty() && unfinished_bytes_ <= awake * kBytesPerWorker) return;
+    one_wakes_up_ = true;
+    notices->ToOne(&work_);
   }
 
   const std::shared_ptr<File> file_;
@@ -175,6 +219,9 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   std::condition_variable idle_;
   std::array<Lane, 3> lanes_;        // in order of service: urgent reads, reads, writes
   std::array<size_t, 2> waiting_{};  // reads and writes of which no piece has begun
+  size_t unfinished_bytes_ = 0;      // of requests that are not done
+  int sleeping_ = 0;                 // workers that wait for work, also the one that wakes up
+  bool one_wakes_up_ = false;        // it was notified and has not had the mutex yet
   bool closing_ = false;
   Queue::Stats stats_;
 };
@@ -193,25 +240,32 @@ void QueueCore::Validate(const Transfer& transfer) const {
 }
 
 std::optional<QueueCore::Piece> QueueCore::NextPiece() {
+  Notices notices;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto first_busy = [this] {
     return std::find_if(lanes_.begin(), lanes_.end(),
                         [](const Lane& lane) { return !lane.empty(); });
   };
-  work_.wait(lock, [&] { return closing_ || first_busy() != lanes_.end(); });
+  while (!closing_ && first_busy() == lanes_.end()) {
+    ++sleeping_;
+    work_.wait(lock);
+    --sleeping_;
+    one_wakes_up_ = false;
+  }
   const auto lane = first_busy();
   if (lane == lanes_.end()) return std::nullopt;  // closing, and all is handed out
 
   const std::shared_ptr<Request> request = lane->front();
   if (request->handed_bytes_ == 0) {
     request->start_ns_ = ClockNs(CLOCK_MONOTONIC);
-    LeaveWaiting(request->transfer_.kind);
+    LeaveWaiting(request->transfer_.kind, &notices);
   }
   const size_t begin = request->handed_bytes_;
   const size_t nbytes = std::min(options_.block_bytes, request->total_bytes_ - begin);
   request->handed_bytes_ += nbytes;
   ++request->pieces_in_flight_;
   if (request->handed_bytes_ == request->total_bytes_) lane->pop_front();
+  if (first_busy() != lanes_.end()) WakeIfNeeded(&notices);
   return Piece{request, begin, nbytes};
 }
 
@@ -265,13 +319,14 @@ void QueueCore::Complete(Request* request) {
   // Given back before anyone can see that it is done: who waited finds the room.
   request->transfer_.slot.reset();
 
+  Notices notices;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (mismatch) request->error_ = EBADMSG;
   if (request->error_ == 0) {
     ++(request->transfer_.kind == Kind::kWrite ? stats_.writes : stats_.reads);
   }
   request->end_ns_ = ClockNs(CLOCK_MONOTONIC);
-  MarkDone(request);
+  MarkDone(request, &notices);
 }
 
 bool QueueCore::ChecksumMatches(const Request& request, size_t block_bytes) {

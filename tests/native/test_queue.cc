@@ -134,6 +134,65 @@ TEST_CASE("the queue is bounded, reads and writes apart") {
   }
 }
 
+// One of three workers is held at the gate by a page; another page would wait for it.
+struct GatedOfThree {
+  GatedOfThree() {
+    queue = std::make_unique<Queue>(std::make_shared<File>(ScratchDirectory(), true, io),
+                                    Queue::Options{3, kPageBytes, 64});
+    Submit(Write(arena.Allocate(kPageBytes), 0));
+    io->AwaitArrivals(1);
+  }
+  ~GatedOfThree() { io->Open(); }
+
+  std::shared_ptr<Request> Submit(Transfer transfer) {
+    return queue->Submit(std::move(transfer), kForever);
+  }
+
+  Arena arena{2 * kMiB, false};
+  std::shared_ptr<GatedIo> io = std::make_shared<GatedIo>();
+  std::unique_ptr<Queue> queue;
+};
+
+TEST_CASE("sleeping workers are woken for what is urgent, becomes urgent, or is much") {
+  GatedOfThree gated;
+  SUBCASE("urgent") {
+    gated.Submit(Read(gated.arena.Allocate(kPageBytes), Page(1), /*urgent=*/true));
+    gated.io->AwaitArrivals(2);
+    gated.Submit(Read(gated.arena.Allocate(kPageBytes), Page(2), /*urgent=*/true));
+    gated.io->AwaitArrivals(3);
+  }
+  SUBCASE("becomes urgent") {
+    const auto read = gated.Submit(Read(gated.arena.Allocate(kPageBytes), Page(1)));
+    read->Promote();
+    gated.io->AwaitArrivals(2);
+  }
+  SUBCASE("much at once") {
+    gated.Submit(Write(gated.arena.Allocate(kMiB), Page(1)));
+    gated.io->AwaitArrivals(3);
+  }
+  SUBCASE("much by and by") {
+    for (int i = 1; i <= 128; ++i) {
+      gated.Submit({i % 2 == 0 ? Transfer::Kind::kRead : Transfer::Kind::kWrite,
+                    gated.arena.Allocate(kPageBytes), Page(i), false, std::nullopt});
+    }
+    gated.io->AwaitArrivals(3);
+  }
+}
+
+TEST_CASE("nothing that waits is forgotten, however workers fall asleep and wake") {
+  Arena arena(2 * kMiB, false);
+  Queue queue(std::make_shared<File>(ScratchDirectory(), true), {3, kPageBytes, 4});
+  std::minstd_rand random(1);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<std::shared_ptr<Request>> requests;
+    for (uint32_t i = random() % 4; i < 4; ++i) {
+      requests.push_back(queue.Submit(Write(arena.Allocate(kPageBytes), Page(i)), kForever));
+    }
+    if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+    for (const auto& request : requests) REQUIRE(request->Wait(kForever));
+  }
+}
+
 TEST_CASE("waiting ends with the timeout or the request") {
   Gated gated;
   CHECK_FALSE(gated.first->Wait(milliseconds(1)));
