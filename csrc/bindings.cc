@@ -1,7 +1,7 @@
 // The Python face of the engine: offload._native. Its contract is offload/_native.pyi.
 //
-// The only file that knows Python. Whatever can block releases the GIL, and waits in slices so that
-// Ctrl-C is noticed. Failures of the operating system become OSError with errno.
+// The only file that knows Python. Whatever waits or moves many bytes releases the GIL, and waits
+// in slices so that Ctrl-C is noticed. Failures of the operating system become OSError with errno.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -132,7 +132,9 @@ class QueueHandle {
     queue_.reset();
   }
 
-  std::shared_ptr<Request> Submit(Transfer transfer) {
+  std::shared_ptr<Request> Submit(const Transfer& transfer) {
+    // Mostly there is room, and then nothing to wait for.
+    if (auto request = queue_->Submit(transfer, nanoseconds::zero())) return request;
     return PollInterruptibly(nanoseconds::max(),
                              [&](nanoseconds slice) { return queue_->Submit(transfer, slice); });
   }
@@ -283,7 +285,9 @@ void BindQueue(py::module_& module) {
       .def(
           "wait",
           [](const std::shared_ptr<Request>& request, std::optional<double> timeout_seconds) {
-            return PollInterruptibly(ToTimeout(timeout_seconds),
+            const nanoseconds timeout = ToTimeout(timeout_seconds);
+            if (request->Done()) return request->Wait(timeout);
+            return PollInterruptibly(timeout,
                                      [&](nanoseconds slice) { return request->Wait(slice); });
           },
           py::arg("timeout_seconds") = py::none(),
