@@ -9,6 +9,11 @@ from offload.engines.base import Arena, Engine, Request, Slot
 from offload.errors import StateError
 
 
+# Bytes in flight are bounded before they come here, by the windows; this many small ones are let
+# wait before the thread that trains does.
+_CAPACITY = 1024
+
+
 class NativeEngine(Engine):
     """O_DIRECT through huge-page memory by a few C++ threads that never need the interpreter."""
 
@@ -18,7 +23,7 @@ class NativeEngine(Engine):
         file = _native.File(directory)
         self._file: _native.File | None = file
         self._queue: _native.Queue | None = _native.Queue(
-            file, threads=threads, block_bytes=block_bytes
+            file, threads=threads, block_bytes=block_bytes, capacity=_CAPACITY
         )
 
     def arena(self, capacity_bytes: int) -> Arena:
@@ -32,9 +37,6 @@ class NativeEngine(Engine):
             return _native.copy_crc32c(slot.address, address, nbytes)
         _native.copy(slot.address, address, nbytes)
         return None
-
-    def checksum(self, slot: Slot) -> int:
-        return _native.crc32c(slot.address, slot.nbytes)
 
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         return torch.frombuffer(cast(_native.Slot, slot), dtype=torch.uint8).untyped_storage()
