@@ -8,7 +8,6 @@ from offload import _native
 from offload.engines.base import Arena, Engine, Request, Slot
 from offload.errors import StateError
 
-
 # Bytes in flight are bounded before they come here, by the windows; this many small ones are let
 # wait before the thread that trains does.
 _CAPACITY = 1024
@@ -37,6 +36,9 @@ class NativeEngine(Engine):
             return _native.copy_crc32c(slot.address, address, nbytes)
         _native.copy(slot.address, address, nbytes)
         return None
+
+    def checksum(self, slot: Slot) -> int:
+        return _native.crc32c(slot.address, slot.nbytes)
 
     def alias(self, slot: Slot) -> torch.UntypedStorage:
         return torch.frombuffer(cast(_native.Slot, slot), dtype=torch.uint8).untyped_storage()
