@@ -9,8 +9,8 @@ in both directions, alone and at once, which is the physical limit of what offlo
     python scripts/bench_accelerator.py --tokens 4096,8192,32768 --layers 8
     python scripts/bench_accelerator.py --modes plain,offload --json
 
-Exit status: 0, also where a target is missed; 1 if ours differ from plain; 2 for wrong usage; 3 if a run
-failed for another reason than lack of memory.
+Exit status: 0; 1 if our gradients differ from plain's, or a run failed for another reason than lack
+of memory; 2 for wrong usage.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Pinner(Protocol):
         """From now on a device may copy from and to it. Raises ``RuntimeError`` if refused."""
 
     def unpin(self, address: int) -> None:
-        """Undo ``pin``. Nothing may be copying."""
+        """Undo ``pin``, once no device is copying any more."""
 
 
 class _CudaPinner:
@@ -32,6 +32,8 @@ class _CudaPinner:
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, self._PORTABLE)))
 
     def unpin(self, address: int) -> None:
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 

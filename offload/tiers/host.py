@@ -2,8 +2,6 @@
 
 import weakref
 
-import torch
-
 from offload.engines import PAGE_BYTES, Arena, Engine, Slot
 from offload.errors import warn_user
 from offload.lanes import Pinner
@@ -112,7 +110,6 @@ class HostTier:
 
 def _unpin_all(pinner: Pinner | None, addresses: list[int]) -> None:
     if pinner is not None and addresses:
-        torch.accelerator.synchronize()  # nothing may be copying
         for address in addresses:
             pinner.unpin(address)
         addresses.clear()

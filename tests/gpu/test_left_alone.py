@@ -20,7 +20,10 @@ def test_tensors_on_the_accelerator_stay_there(tmp_path):
     x = torch.randn(512, 256, device=device)
 
     plain(x).sum().backward()
-    with offload.Session(disk_dir=tmp_path, min_offload_bytes=0) as session, session.step() as step:
+    with (
+        offload.Session(device="cpu", disk_dir=tmp_path, min_offload_bytes=0) as session,
+        session.step() as step,
+    ):
         offloaded(x).sum().backward()
 
     for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):

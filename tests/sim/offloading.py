@@ -30,6 +30,7 @@ class SimPinner:
         simdev.host_register(address, nbytes)
 
     def unpin(self, address: int) -> None:
+        torch.accelerator.synchronize()
         simdev.host_unregister(address)
 
 

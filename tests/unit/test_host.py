@@ -1,0 +1,101 @@
+"""Host memory of an accelerator's session: pinned as it grows, and never beyond its budget."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from offload.config import Config
+from offload.engines import Engine, open_engine
+from offload.errors import OffloadWarning
+from offload.tiers.host import HostTier
+
+PAGE = 4096
+MiB = 1 << 20
+
+
+class Recorder:
+    """A pinner that notes what it is asked for."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.pinned: dict[int, int] = {}
+        self._refusal = refusal
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+@pytest.fixture
+def real_engine(engine: str, tmp_path) -> Iterator[Engine]:
+    opened = open_engine(Config(engine=engine, disk_dir=tmp_path))
+    yield opened
+    opened.close()
+
+
+def test_nothing_is_pinned_before_it_is_needed(real_engine: Engine) -> None:
+    pinner = Recorder()
+    host = HostTier(real_engine, 8 * MiB, pinner)
+    assert pinner.pinned == {}
+    slot = host.slot(PAGE)
+    assert slot is not None
+    assert sum(pinner.pinned.values()) == 8 * MiB
+    assert host.used_bytes == PAGE
+
+
+def test_budget_is_hard_and_slots_come_back(real_engine: Engine) -> None:
+    host = HostTier(real_engine, 4 * PAGE, Recorder())
+    slots = [host.slot(PAGE) for _ in range(4)]
+    assert all(slot is not None for slot in slots)
+    assert host.slot(1) is None
+    assert host.free_bytes == 0
+    slots.pop()
+    assert host.slot(PAGE) is not None
+
+
+def test_memory_grows_by_slabs_within_the_budget(real_engine: Engine, monkeypatch) -> None:
+    monkeypatch.setattr("offload.tiers.host._GROWTH_BYTES", 4 * MiB)
+    pinner = Recorder()
+    host = HostTier(real_engine, 10 * MiB, pinner)
+    slots = []
+    for pinned_bytes in (4 * MiB, 4 * MiB, 8 * MiB, 8 * MiB, 10 * MiB):
+        slots.append(host.slot(2 * MiB))
+        assert sum(pinner.pinned.values()) == pinned_bytes
+    assert all(slot is not None for slot in slots)
+    assert host.used_bytes == 10 * MiB
+    assert host.slot(1) is None
+
+
+def test_larger_than_the_budget_travels_alone(real_engine: Engine) -> None:
+    host = HostTier(real_engine, 4 * PAGE, Recorder())
+    slot = host.slot(5 * PAGE)
+    assert slot is not None
+    assert (host.used_bytes, host.outside_bytes, host.held_bytes) == (0, 5 * PAGE, 5 * PAGE)
+
+
+def test_closing_unpins(real_engine: Engine) -> None:
+    pinner = Recorder()
+    host = HostTier(real_engine, 8 * MiB, pinner)
+    host.slot(PAGE)
+    host.close()
+    assert pinner.pinned == {}
+    host.close()
+
+
+def test_dying_unpins(real_engine: Engine) -> None:
+    pinner = Recorder()
+    host = HostTier(real_engine, 8 * MiB, pinner)
+    host.slot(PAGE)
+    del host
+    assert pinner.pinned == {}
+
+
+def test_a_driver_that_refuses(real_engine: Engine) -> None:
+    """Copies from memory that is not pinned are slow, not wrong."""
+    host = HostTier(real_engine, 8 * MiB, Recorder(refusal="out of memory"))
+    with pytest.warns(OffloadWarning, match="refused to pin 8 MiB.*out of memory.*lower"):
+        slot = host.slot(PAGE)
+    assert slot is not None
