@@ -99,9 +99,11 @@ def scratch_files(directory: str | os.PathLike[str]) -> list[os.stat_result]:
 
 
 def drain(session: offload.Session) -> None:
-    """See all writes and reads of ``session`` out."""
+    """See all copies, writes and reads of ``session`` out."""
     tiers = session._tiers
     with tiers.lock:
+        tiers.common.lane.drain()
+        tiers.poll()
         for transfer in (*tiers.disk.writes, *tiers.disk.reads):
             with contextlib.suppress(OSError):
                 transfer.request.wait()

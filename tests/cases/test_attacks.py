@@ -118,6 +118,7 @@ def test_graph_handed_to_another_thread_and_dropped_there(session: Session) -> N
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
+    drain(session)
     assert session._hooks.live_blocks == 0
 
 

@@ -73,6 +73,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_transformer_trains_alike(session: Session, autocast: bool) -> None:
     """Three optimizer steps give the same weights, also in bfloat16."""
+    device = session.config.device.type
 
     def step(context):
         torch.manual_seed(1)
@@ -81,7 +82,7 @@ def test_transformer_trains_alike(session: Session, autocast: bool) -> None:
         for i in range(3):
             tokens = torch.randint(0, 40, (2, 17), generator=torch.Generator().manual_seed(i))
             with context():
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
                     logits = model(tokens[:, :-1])
                     loss = nn.functional.cross_entropy(
                         logits.flatten(0, 1), tokens[:, 1:].flatten()
