@@ -10,7 +10,6 @@ Tiers decide when a block moves; the block knows how.
 """
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from offload.block import Block, State, Ticket
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
+from offload.forks import generation
 from offload.lanes import Lane, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.report import Counters
@@ -43,7 +43,7 @@ class Tiers:
         lane: Callable[[Engine], Lane] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self._pid = os.getpid()
+        self._generation = generation()
         self._config = config
         engine = engine if engine is not None else open_engine(config)
         kind = config.device.type
@@ -53,7 +53,7 @@ class Tiers:
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk, self.outbound)
-        weakref.finalize(self, _let_go, self._pid, self.common.lane, host).atexit = False
+        weakref.finalize(self, _let_go, self._generation, self.common.lane, host).atexit = False
 
     @property
     def host(self) -> HostTier:
@@ -76,7 +76,7 @@ class Tiers:
 
         Its memory holds neither the parent's slots nor its threads, and the file is the parent's.
         """
-        return os.getpid() != self._pid
+        return self._generation != generation()
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on, and try the disk again if it had failed."""
@@ -149,11 +149,11 @@ class Tiers:
         return self.inbound.take(ticket)
 
 
-def _let_go(pid: int, lane: Lane, host: HostTier) -> None:
+def _let_go(born: int, lane: Lane, host: HostTier) -> None:
     """The last of a session and its graphs is about to die, perhaps unclosed: see its copies out
     before their memory goes.
     """
-    if os.getpid() == pid:
+    if generation() == born:
         with contextlib.suppress(RuntimeError):  # of the device; whoever uses it next is told
             lane.drain()
         host.close()

@@ -37,6 +37,8 @@ class HostTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of slots within the budget."""
+        if len(self._slabs) == 1:
+            return self._slabs[0].used_bytes
         return sum(slab.used_bytes for slab in self._slabs)
 
     @property
@@ -47,6 +49,8 @@ class HostTier:
     @property
     def held_bytes(self) -> int:
         """Bytes of all slots."""
+        if len(self._slabs) == 1:  # the usual case, asked for several times a tensor
+            return self._slabs[0].used_bytes + self._slabs[0].outside_bytes
         return sum(slab.used_bytes + slab.outside_bytes for slab in self._slabs)
 
     @property

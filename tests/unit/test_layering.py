@@ -11,7 +11,7 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "trace", "layout", "live", "freelist", "heap", "_native"},
+    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"},
     {"config", "machine", "budget"},
     {"engines"},
     {"store", "lanes"},
