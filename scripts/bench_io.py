@@ -14,47 +14,38 @@ that long and puts it back.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import mmap
 import os
 import platform
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import aiofiles
-import torch
+from io_contenders import (
+    FIO_DEPTH,
+    MODES,
+    AioFiles,
+    Contender,
+    Engine,
+    Engine4,
+    Fio,
+    OneThread,
+    Sample,
+    TorchSave,
+)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from offload import _native
-
 FORMAT_VERSION = 1
 MIB = 1 << 20
 TARGET_RATIO = 0.95
-FIO_DEPTH = 16
 HUGE_PAGES_PATH = Path("/proc/sys/vm/nr_hugepages")
-MODES = ("write", "read", "duplex")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One pass of one contender."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float
 
 
 @dataclass(frozen=True)
@@ -82,224 +73,6 @@ class Row:
             max(rates),
             statistics.median(sample.cpu_s_per_gb for sample in samples),
         )
-
-
-class Contender:
-    """Something that moves `size_bytes` to or from a file of its own in `directory`."""
-
-    name = ""
-    pages = "4 KiB"
-    modes: tuple[str, ...] = ("write", "read")
-
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Create the file, with all its blocks written."""
-        self.directory = directory
-        self.size_bytes = size_bytes
-        self.block_bytes = block_bytes
-
-    def write(self) -> None:
-        """Write every byte."""
-        raise NotImplementedError
-
-    def read(self) -> None:
-        """Read every byte."""
-        raise NotImplementedError
-
-    def duplex(self) -> None:
-        """Write one half while the other half is read."""
-        raise NotImplementedError
-
-    def measure(self, mode: str) -> Sample:
-        """Time one pass."""
-        move: Callable[[], None] = getattr(self, mode)
-        before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        move()
-        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        gigabytes = self.size_bytes / 1e9
-        return Sample(gigabytes / seconds, cpu / gigabytes)
-
-
-class Engine(Contender):
-    """The native queue, fed with slots of four blocks, a few of them in flight."""
-
-    modes = MODES
-    threads = 2
-
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Create the file and the slots."""
-        super().__init__(directory, size_bytes, block_bytes)
-        self.name = f"engine, {self.threads} threads"
-        self.file = _native.File(str(directory))
-        self.file.reserve(size_bytes)
-        self.queue = _native.Queue(self.file, threads=self.threads, block_bytes=block_bytes)
-        self.slot_bytes = min(4 * block_bytes, size_bytes // 2)
-        self.arena = _native.Arena(4 * self.slot_bytes)
-        self.slots = [self.arena.allocate(self.slot_bytes) for _ in range(4)]
-        self.pages = "2 MiB" if self.arena.page_bytes > 4096 else "4 KiB"
-        self.write()
-
-    def _move(self, kinds: Callable[[int], bool]) -> None:
-        """Move extent i by a write if `kinds(i)`, else by a read, a slot at a time."""
-        in_flight: list[_native.Request | None] = [None] * len(self.slots)
-        for i in range(self.size_bytes // self.slot_bytes):
-            turn = i % len(self.slots)
-            pending, slot = in_flight[turn], self.slots[turn]
-            assert slot is not None
-            if pending is not None:
-                pending.wait()
-            move = self.queue.write if kinds(i) else self.queue.read
-            in_flight[turn] = move(slot, i * self.slot_bytes)
-        for pending in in_flight:
-            if pending is not None:
-                pending.wait()
-
-    def write(self) -> None:
-        """Write every extent."""
-        self._move(lambda i: True)
-
-    def read(self) -> None:
-        """Read every extent."""
-        self._move(lambda i: False)
-
-    def duplex(self) -> None:
-        """Write the even extents and read the odd ones."""
-        self._move(lambda i: i % 2 == 0)
-
-
-class Engine4(Engine):
-    """The same with four threads."""
-
-    threads = 4
-
-
-class OneThread(Contender):
-    """pwrite and pread with O_DIRECT, one block after the other."""
-
-    name = "one thread, pwrite"
-
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Create the file and a page-aligned buffer."""
-        super().__init__(directory, size_bytes, block_bytes)
-        self.descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
-        self.buffer = mmap.mmap(-1, block_bytes)
-        self.buffer.write(b"x" * block_bytes)
-        self.write()
-
-    def write(self) -> None:
-        """Write block by block."""
-        for offset in range(0, self.size_bytes, self.block_bytes):
-            os.pwrite(self.descriptor, self.buffer, offset)
-
-    def read(self) -> None:
-        """Read block by block."""
-        for offset in range(0, self.size_bytes, self.block_bytes):
-            os.preadv(self.descriptor, [self.buffer], offset)
-
-
-class Cached(Contender):
-    """Base of what goes through the page cache, to a named file."""
-
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Write the file once."""
-        super().__init__(directory, size_bytes, block_bytes)
-        self.path = directory / f"{type(self).__name__}.bin"
-        self.path.touch()
-        self.write()
-
-    def measure(self, mode: str) -> Sample:
-        """Time one pass that starts with nothing cached."""
-        with self.path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return super().measure(mode)
-
-
-class AioFiles(Cached):
-    """aiofiles, block by block."""
-
-    name = "aiofiles"
-
-    def write(self) -> None:
-        """Write block by block, then wait for the disk."""
-
-        async def run() -> None:
-            block = bytes(self.block_bytes)
-            async with aiofiles.open(self.path, "r+b", buffering=0) as file:
-                for _ in range(0, self.size_bytes, self.block_bytes):
-                    await file.write(block)
-                await asyncio.to_thread(os.fdatasync, file.fileno())
-
-        asyncio.run(run())
-
-    def read(self) -> None:
-        """Read block by block."""
-
-        async def run() -> None:
-            async with aiofiles.open(self.path, "rb", buffering=0) as file:
-                while await file.read(self.block_bytes):
-                    pass
-
-        asyncio.run(run())
-
-
-class TorchSave(Cached):
-    """torch.save and torch.load of one tensor."""
-
-    name = "torch.save"
-
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Make the tensor."""
-        self.tensor = torch.ones(size_bytes, dtype=torch.uint8)
-        super().__init__(directory, size_bytes, block_bytes)
-
-    def write(self) -> None:
-        """Save, then wait for the disk."""
-        with self.path.open("r+b") as file:
-            torch.save(self.tensor, file)
-            file.flush()
-            os.fdatasync(file.fileno())
-
-    def read(self) -> None:
-        """Load."""
-        torch.load(self.path)
-
-
-class Fio(Contender):
-    """fio in a process of its own, with the rates and CPU time that it reports."""
-
-    modes = MODES
-
-    def __init__(
-        self, directory: Path, size_bytes: int, block_bytes: int, engine: str, memory: str
-    ) -> None:
-        """Let fio write its file once; all its engines share it."""
-        super().__init__(directory, size_bytes, block_bytes)
-        self.engine, self.memory = engine, memory
-        self.pages = "2 MiB" if memory == "mmaphuge" else "4 KiB"
-        self.name = f"fio {engine}, " + ("2 jobs" if engine == "psync" else f"depth {FIO_DEPTH}")
-        self.measure("write")
-
-    def measure(self, mode: str) -> Sample:
-        """Run one pass."""
-        jobs = 2 if self.engine == "psync" else 1
-        command = [
-            *("fio", "--name=pass", f"--filename={self.directory / 'fio.bin'}"),
-            *(f"--rw={'rw' if mode == 'duplex' else mode}", f"--bs={self.block_bytes}"),
-            *(f"--ioengine={self.engine}", f"--iodepth={1 if jobs > 1 else FIO_DEPTH}"),
-            *("--thread", f"--numjobs={jobs}", "--group_reporting"),
-            *(f"--size={self.size_bytes // jobs}", f"--filesize={self.size_bytes}"),
-            *(f"--offset_increment={self.size_bytes // jobs}", "--direct=1", "--overwrite=1"),
-            *(f"--mem={self.memory}", "--scramble_buffers=0", "--output-format=json"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise OSError(f"fio failed: {(done.stderr or done.stdout).strip()[:300]}")
-        # Warnings may precede the JSON.
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        gigabytes = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9
-        runtime_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
-        cpu_share = (job["usr_cpu"] + job["sys_cpu"]) / 100
-        return Sample(gigabytes / runtime_s, cpu_share * job["job_runtime"] / 1e3 / gigabytes)
 
 
 @contextlib.contextmanager
