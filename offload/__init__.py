@@ -25,6 +25,7 @@ from offload.errors import (
     StorageError,
 )
 from offload.plan import Placement, Policy, SavedTensor, offload_all
+from offload.recompute import checkpoint
 from offload.report import StepReport
 from offload.session import Session
 
@@ -45,5 +46,6 @@ __all__ = [
     "StateError",
     "StepReport",
     "StorageError",
+    "checkpoint",
     "offload_all",
 ]

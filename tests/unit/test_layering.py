@@ -16,7 +16,7 @@ LAYERS = [
     {"engines"},
     {"store", "lanes"},
     {"block", "plan"},
-    {"hooks", "prefetch", "report", "tiers"},
+    {"hooks", "prefetch", "recompute", "report", "tiers"},
     {"session"},
     {"measure"},
     {"workloads"},
