@@ -73,9 +73,10 @@ class StepReport:
         misses: backward asked for bytes whose way back had not begun.
         forwarded_bytes: asked for while still in memory, so that no read was needed.
         cancelled_bytes: transfers given up as nobody needed the bytes any more.
-        stall_seconds: backward waiting for reads.
-        backpressure_seconds: forward waiting for room.
-        transfer_seconds: time in which at least one transfer ran.
+        stall_seconds: backward waiting for reads; on an accelerator also its computation waiting
+            for copies, as its own clock tells.
+        backpressure_seconds: forward waiting for room, likewise.
+        transfer_seconds: time in which at least one transfer ran, disk or link.
         overlap: share of ``transfer_seconds`` in which the computation did not wait for us;
             ``None`` if nothing was transferred.
         peak_arena_bytes: most host memory in use by bytes on their way.

@@ -74,6 +74,9 @@ class Session:
 
     def report(self) -> StepReport:
         """The figures of all steps so far, added up."""
+        with self._tiers.lock:
+            if not (self._closed or self._tiers.in_child):
+                self._tiers.poll()  # what has ended since the last step
         newest = [] if self._counters is None else [StepReport.of([self._counters])]
         return StepReport.summed([self._finished, *newest])
 
@@ -97,8 +100,21 @@ class Session:
             self._closed = True
             if not self._tiers.in_child:
                 self._tiers.drain()  # what is in flight holds its blocks
+                self._wait_for_autograd()
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
+
+    def _wait_for_autograd(self) -> None:
+        """On an accelerator a thread of autograd's runs backward, and lets go of its last graph
+        a moment after backward has returned.
+        """
+        patient_until = time.monotonic() + 0.05
+        while (
+            self.config.device.type != "cpu"
+            and self._hooks.live_blocks
+            and time.monotonic() < patient_until
+        ):
+            time.sleep(0.001)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

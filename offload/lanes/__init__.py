@@ -2,12 +2,12 @@
 
 from offload.engines import Engine
 from offload.lanes.accelerator import AcceleratorLane
-from offload.lanes.base import DONE, Fence, Lane
+from offload.lanes.base import DONE, Fence, Lane, Passage
 from offload.lanes.cpu import CpuLane
 from offload.lanes.order import open_order
 from offload.lanes.pinning import Pinner, pinner_for
 
-__all__ = ["DONE", "Fence", "Lane", "Pinner", "open_lane", "pinner_for"]
+__all__ = ["DONE", "Fence", "Lane", "Passage", "Pinner", "open_lane", "pinner_for"]
 
 
 def open_lane(device_type: str, engine: Engine) -> Lane:

@@ -42,8 +42,9 @@ from typing import NamedTuple
 import torch
 
 from offload.engines import Engine, Slot
-from offload.lanes.base import Fence
+from offload.lanes.base import Fence, Passage
 from offload.lanes.order import HOST, CheckedOrder, Mark, Order
+from offload.trace import now_ns
 
 
 class _Copy:
@@ -81,8 +82,22 @@ class _Side(NamedTuple):
 
     out: torch.Stream
     into: torch.Stream
+    origin: Mark  # where its times are counted from ...
+    origin_ns: int  # ... and when that was, for the host
     held_out: "deque[tuple[Mark, Slot]]"
     held_in: "deque[tuple[Mark, Slot]]"
+
+
+class _Watched(NamedTuple):
+    """A copy, or a wait for one, that will have ended when both marks are passed."""
+
+    name: str
+    nbytes: int
+    start: Mark
+    end: Mark
+
+
+_MAX_WATCHED = 1 << 14  # on their way at one time; the oldest are not told of
 
 
 class AcceleratorLane:
@@ -102,6 +117,7 @@ class AcceleratorLane:
         self._checked = isinstance(order, CheckedOrder)
         self._sides: dict[torch.device, _Side] = {}
         self._computing: set[tuple[torch.device, int]] = set()  # streams that packed something
+        self._watched: deque[_Watched] = deque(maxlen=_MAX_WATCHED)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -113,18 +129,21 @@ class AcceleratorLane:
         self._computing.add((storage.device, producer.stream_id))
         self._touches(producer, source, write=True, what="computing a saved tensor")
         self._after_producer(side.out, producer)
+        start = self.order.record(side.out, timed=True)
         with side.out:
             self._host_tensor(slot).copy_(source, non_blocking=True)
         self._touches(side.out, source, write=False, what="copying it out")
         self._touches_slot(side.out, slot, write=True, what="copying out to a slot")
-        copied = self.order.record(side.out)
+        copied = self.order.record(side.out, timed=True)
         self._hold(side.held_out, copied, slot)
+        self._watch("copy_out", slot.nbytes, start, copied)
         return _Copy(self, copied, producer), None
 
     def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
         assert isinstance(copied, _Copy)
         source = _bytes_of(storage)
         if not copied.done():
+            self._watch("backpressure", 0, self._ready(copied.stream), copied.mark)
             self._return_after(copied, source)
         self._touches(copied.stream, source, write=True, what="using its memory again")
         if len(self._computing) > 1:
@@ -141,18 +160,22 @@ class AcceleratorLane:
         self._touches(current, target, write=True, what="using the target's memory before")
         self._after_allocation(side.into, current)
         self._after_copy_out(side.into, copied)
+        start = self.order.record(side.into, timed=True)
         with side.into:
             target.copy_(self._host_tensor(slot), non_blocking=True)
         self._touches_slot(side.into, slot, write=False, what="copying in from a slot")
         self._touches(side.into, target, write=True, what="copying it in")
-        arrived = self.order.record(side.into)
+        arrived = self.order.record(side.into, timed=True)
         self._hold(side.held_in, arrived, slot)
+        self._watch("copy_in", slot.nbytes, start, arrived)
         return target.untyped_storage(), _Copy(self, arrived, current, target)
 
     def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
         assert isinstance(arrived, _Copy)
         consumer = torch.accelerator.current_stream(storage.device)
-        self._before_use(consumer, arrived)
+        if not arrived.done():
+            self._watch("stall", 0, self._ready(consumer), arrived.mark)
+            self._before_use(consumer, arrived)
         arrived.target = None
         target = _bytes_of(storage)
         self._touches(consumer, target, write=False, what="using a reloaded tensor")
@@ -170,7 +193,7 @@ class AcceleratorLane:
     def host_writes(self, slot: Slot) -> None:
         self._touches_slot(HOST, slot, write=True, what="writing a slot on the host")
 
-    def poll(self) -> None:
+    def poll(self) -> list[Passage]:
         for side in self._sides.values():
             for held in (side.held_out, side.held_in):
                 while held and self.order.done(held[0][0]):
@@ -179,6 +202,10 @@ class AcceleratorLane:
             mark, target = self.orphans.popleft()
             if not self.order.done(mark):
                 self.orphans.append((mark, target))
+        ended = []
+        while self._watched and self._have_passed(self._watched[0]):
+            ended.append(self._passage(self._watched.popleft()))
+        return [p for p in ended if p.end_ns > p.start_ns]
 
     def drain(self) -> None:
         for side in self._sides.values():
@@ -224,6 +251,25 @@ class AcceleratorLane:
         if not copied.done():
             copied.synchronize()
 
+    # -- what the report is told ------------------------------------------------------------------
+
+    def _ready(self, stream: torch.Stream) -> Mark:
+        return self.order.record(stream, timed=True)
+
+    def _watch(self, name: str, nbytes: int, start: Mark, end: Mark) -> None:
+        self._watched.append(_Watched(name, nbytes, start, end))
+
+    def _have_passed(self, watched: _Watched) -> bool:
+        return self.order.done(watched.end) and self.order.done(watched.start)
+
+    def _passage(self, watched: _Watched) -> Passage:
+        side = self._sides[watched.end.event.device]
+
+        def when_ns(mark: Mark) -> int:
+            return side.origin_ns + int(1e6 * side.origin.event.elapsed_time(mark.event))
+
+        return Passage(watched.name, watched.nbytes, when_ns(watched.start), when_ns(watched.end))
+
     # -- what the order is told --------------------------------------------------------------------
 
     def _touches(
@@ -247,7 +293,9 @@ class AcceleratorLane:
         side = self._sides.get(device)
         if side is None:
             out, into = torch.Stream(device=device), torch.Stream(device=device)
-            side = self._sides[device] = _Side(out, into, deque(), deque())
+            origin = self.order.record(out, timed=True)
+            side = _Side(out, into, origin, now_ns(), deque(), deque())
+            self._sides[device] = side
         return side
 
     def _host_tensor(self, slot: Slot) -> torch.Tensor:

@@ -4,7 +4,7 @@ A lane decides nothing. It returns a ``Fence`` for every copy it started; the st
 above it see only this face.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,19 @@ class Fence(Protocol):
 
     def synchronize(self) -> None:
         """Let the host wait until the copy has completed."""
+
+
+class Passage(NamedTuple):
+    """A copy that has completed, or a wait of the device's computation for one.
+
+    Times are the device's, on the scale of ``time.perf_counter_ns``: they compare exactly with each
+    other and about with the host's.
+    """
+
+    name: str  # "copy_out", "copy_in", "stall" (for a copy in), "backpressure" (for a copy out)
+    nbytes: int  # of a copy
+    start_ns: int
+    end_ns: int
 
 
 class Lane(Protocol):
@@ -54,8 +67,12 @@ class Lane(Protocol):
     def host_writes(self, slot: Slot) -> None:
         """Host code is about to write ``slot``, which the caller has just allocated."""
 
-    def poll(self) -> None:
-        """Let go of the slots of copies that have completed. Never waits."""
+    def poll(self) -> list[Passage]:
+        """Let go of the slots of copies that have completed. Never waits.
+
+        Returns:
+            What has ended since the last call.
+        """
 
     def drain(self) -> None:
         """Wait for everything that is in flight."""

@@ -7,7 +7,7 @@ tensor aliases the slot.
 import torch
 
 from offload.engines import Engine, Slot
-from offload.lanes.base import DONE, Fence
+from offload.lanes.base import DONE, Fence, Passage
 
 
 class CpuLane:
@@ -40,8 +40,8 @@ class CpuLane:
     def host_writes(self, slot: Slot) -> None:
         pass
 
-    def poll(self) -> None:
-        pass
+    def poll(self) -> list[Passage]:
+        return []
 
     def drain(self) -> None:
         pass

@@ -38,9 +38,11 @@ class Mark:
 class Order:
     """Events and waits."""
 
-    def record(self, stream: torch.Stream) -> Mark:
-        """The point that ``stream`` has come to now."""
-        return Mark(stream.record_event())
+    def record(self, stream: torch.Stream, *, timed: bool = False) -> Mark:
+        """The point that ``stream`` has come to now; ``timed``: and when that was."""
+        if not timed:
+            return Mark(stream.record_event())
+        return Mark(stream.record_event(torch.Event(stream.device, enable_timing=True)))
 
     def wait(self, stream: torch.Stream, mark: Mark) -> None:
         """What is queued to ``stream`` from now on runs after ``mark``."""
@@ -130,8 +132,8 @@ class CheckedOrder(Order):
         self._clocks: dict[Hashable, Clock] = {}
         self._memories: dict[str, _Memory] = {}
 
-    def record(self, stream: torch.Stream) -> Mark:
-        mark = super().record(stream)
+    def record(self, stream: torch.Stream, *, timed: bool = False) -> Mark:
+        mark = super().record(stream, timed=timed)
         self._launch(stream)
         mark.clock = dict(self._clock(stream))
         return mark

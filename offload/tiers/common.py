@@ -4,7 +4,7 @@ from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StorageError
 from offload.heap import Heap
-from offload.lanes import Lane
+from offload.lanes import Lane, Passage
 from offload.live import LiveBytes
 from offload.report import Counters
 from offload.tiers.host import HostTier
@@ -37,9 +37,22 @@ class Common:
     def waited(self, counter: str, started_ns: int) -> None:
         """Count time that the computation has waited since ``started_ns``."""
         ended_ns = now_ns()
-        setattr(self.counters, counter, getattr(self.counters, counter) + ended_ns - started_ns)
-        self.counters.waits.append((started_ns, ended_ns))
+        self._count_wait(counter, started_ns, ended_ns)
         self.trace.emit(counter.removesuffix("_ns"), -1, 0, started_ns, ended_ns)
+
+    def note(self, passages: list[Passage]) -> None:
+        """Count what a lane's device did meanwhile: copies, and waits of the computation."""
+        for name, nbytes, start_ns, end_ns in passages:
+            self.trace.emit(name, -1, nbytes, start_ns, end_ns)
+            if name in ("stall", "backpressure"):
+                self._count_wait(f"{name}_ns", start_ns, end_ns)
+            else:
+                self.counters.transfers.append((start_ns, end_ns))
+
+    def _count_wait(self, counter: str, start_ns: int, end_ns: int) -> None:
+        waited_ns = getattr(self.counters, counter) + end_ns - start_ns
+        setattr(self.counters, counter, waited_ns)
+        self.counters.waits.append((start_ns, end_ns))
 
     def sample(self) -> None:
         """Look at the bytes in use, where they may just have reached a peak."""

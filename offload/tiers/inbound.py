@@ -48,9 +48,10 @@ class Inbound:
             self._disk.read(block, slot, hold)
             if not lane.host_is_device:
                 self._fetching.append(weakref.ref(block))
-        else:
+        elif self._try_reload(block):
             block.reservation = hold
-            self._reload(block)
+        else:
+            return False
         self._guesses.append(weakref.ref(block))
         return True
 
@@ -117,6 +118,14 @@ class Inbound:
         if block.state is State.HOST and block.extent is not None:
             block.release_slot()  # whoever copies from it or aliases it keeps its memory
 
+    def _try_reload(self, block: Block) -> bool:
+        """The same for a guess, which is not worth running out of device memory for."""
+        try:
+            self._reload(block)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
     def _reload_fetched(self) -> None:
         """Send on what was read ahead from the disk and has arrived in host memory."""
         while self._fetching:
@@ -124,8 +133,9 @@ class Inbound:
             if block is not None and block.reservation is not None:
                 if block.state is State.FETCHING:
                     return
-                if block.state is State.HOST and block.resident() is None:
-                    self._reload(block)
+                arrived = block.state is State.HOST and block.resident() is None
+                if arrived and not self._try_reload(block):
+                    return
             self._fetching.popleft()
 
     def _wait_for_read(self, block: Block, ticket: Ticket) -> None:

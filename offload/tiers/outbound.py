@@ -119,7 +119,7 @@ class Outbound:
         """Take note of what has completed. Never waits."""
         self._settle_copies()
         self._disk.poll()
-        self._common.lane.poll()
+        self._common.note(self._common.lane.poll())
         self._common.heap.sweep()
 
     def settle_all(self) -> None:

@@ -31,7 +31,7 @@ RULES = {
     6: "_hold",
     7: "_before_host_reads",
 }
-SEEDS = range(40)
+SEEDS = range(60)
 
 
 def nothing(*_: Any) -> None:
@@ -104,7 +104,6 @@ def slot_used_again(bench: Bench) -> list[Tensor]:
     fence, _ = bench.lane.copy_out(bench.slot, first.untyped_storage(), checksum=False)
     storage, arrived = bench.lane.copy_in(bench.slot, fence, bench.device)
     bench.slot = None
-    bench.lane.poll()
     bench.slot = bench.arena.allocate(NBYTES)  # the same memory if nobody holds it
     later, _ = bench.lane.copy_out(bench.slot, second.untyped_storage(), checksum=False)
     bench.lane.before_use(storage, arrived)
@@ -167,11 +166,11 @@ def test_with_all_rules_in_random_orders(program: Program, tmp_path) -> None:
     assert simdev.races() == []
 
 
-# The wait of rules 2 and 7 is for a copy that has not completed: nothing is wrong without it where
-# everything completes at once.
+# What rules 2, 5, 6 and 7 wait for is a copy that has not completed: nothing is wrong without them
+# where everything completes at once.
 LATE = simdev.Scheduler.LAZY
 AT_ONCE = simdev.Scheduler.EAGER
-WITNESSED = [(LATE, rule) for rule in RULES] + [(AT_ONCE, rule) for rule in (1, 3, 4, 5, 6)]
+WITNESSED = [(LATE, rule) for rule in RULES] + [(AT_ONCE, rule) for rule in (1, 3, 4)]
 
 
 @pytest.mark.parametrize(("when", "rule"), WITNESSED)

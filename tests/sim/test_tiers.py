@@ -11,7 +11,7 @@ from offloading import open_engine, session_on_sim
 import offload
 from offload.errors import OffloadWarning
 from tests.doubles import FaultyEngine
-from tests.support import chain
+from tests.support import chain, drain
 
 NBYTES = 16 << 10
 LENGTH = 12
@@ -143,10 +143,15 @@ def test_a_guess_nobody_asked_for_ends_with_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [ON_DISK, {"host_budget": 4 * NBYTES}])
 def test_verified_bytes(options: dict[str, object], tmp_path: Path) -> None:
     """The checksum is taken of what the device copied, and checked when it is read back."""
+    x = leaf()
     with session_on_sim(str(tmp_path), verify=True, **options) as session:
-        grad, report = run(session)
-        assert torch.equal(grad, expected())
-        assert report.read_bytes > 0
+        with session.step() as step:
+            loss = chain(x, LENGTH)
+            torch.accelerator.synchronize()
+            drain(session)  # or backward would find the bytes in their slots
+            loss.backward()
+        assert torch.equal(x.grad.cpu(), expected())
+        assert step.report.read_bytes > 0
 
 
 def test_only_the_managed_device(tmp_path: Path) -> None:
@@ -184,3 +189,43 @@ def test_pinned_memory_is_given_back_with_the_last_graph(tmp_path: Path) -> None
     assert torch.equal(x.grad.cpu(), expected())
     del loss
     assert simdev.stats().pinned.current_bytes == 0
+
+
+def test_no_device_memory_for_a_guess(tmp_path: Path) -> None:
+    """What cannot be brought back early is brought back when it is asked for."""
+    x = leaf()
+    with session_on_sim(str(tmp_path), prefetch_bytes=64 * NBYTES) as session:
+        with session.step():
+            loss = chain(x, LENGTH)
+            torch.accelerator.synchronize()
+            session._tiers.poll()
+            torch.accelerator.empty_cache()
+            allocated = torch.accelerator.memory_allocated()
+            simdev.configure(capacity_bytes=allocated + NBYTES // 2)
+            blocks = list(session._hooks._blocks.values())
+            gone = next(block for block in blocks if block.resident() is None)
+            assert not session._tiers.prefetch(gone)
+            assert session._tiers.inbound.ahead.used_bytes == 0
+            simdev.configure(capacity_bytes=1 << 30)
+            del blocks, gone
+            loss.backward()
+        assert torch.equal(x.grad.cpu(), expected())
+
+
+def test_times_are_the_devices_own(tmp_path: Path) -> None:
+    """Copies and what the computation waited for them, told by events: no synchronisation."""
+    seconds = NBYTES / 1e9  # a copy over this link
+    with session_on_sim(str(tmp_path), prefetch_bytes=NBYTES, window_bytes=2 * NBYTES) as session:
+        before = simdev.stats().syncs
+        with session.step():
+            x = leaf()
+            chain(x, LENGTH).backward()
+        assert simdev.stats().syncs.event == before.event
+        torch.accelerator.synchronize()
+        report = session.report()
+    copies = LENGTH + report.reloaded_bytes // NBYTES
+    assert report.transfer_seconds <= copies * 1.6 * seconds  # with the latency of each
+    assert report.transfer_seconds > LENGTH * seconds  # the directions overlap, each is serial
+    assert 0 < report.stall_seconds < LENGTH * 1.6 * seconds
+    assert 0 < report.backpressure_seconds < LENGTH * 1.6 * seconds
+    assert 0 <= report.overlap < 1
