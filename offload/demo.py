@@ -199,7 +199,7 @@ class Failure(click.ClickException):
 
 
 @click.command("demo")
-@click.option("--steps", type=click.IntRange(min=WARMUP_STEPS + 1), help="Optimizer steps [10].")
+@click.option("--steps", type=click.IntRange(min=WARMUP_STEPS + 1), help="Optimizer steps [6].")
 @click.option(
     "--disk-dir",
     type=click.Path(exists=True, file_okay=False, writable=True),
@@ -248,7 +248,7 @@ def command(
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     name = workload or ("demo-quick" if quick else "demo")
-    plain_task = Task(False, name, steps or (5 if quick else 10), seed, threads)
+    plain_task = Task(False, name, steps or (5 if quick else 6), seed, threads)
     offloaded_task = replace(plain_task, offloaded=True, session=given, flip_bit_at=flip_bit_at)
     console = Console(quiet=quiet or as_json, highlight=False)
     console.print(f"[bold]{preset(name).summary}[/], {plain_task.steps} steps, twice")
