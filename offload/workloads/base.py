@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "BlockWrapper", "TrainableModel", "Workload"]
+__all__ = ["Batch", "BatchMaker", "BlockWrapper", "TrainableModel", "Workload"]
 
 Batch: TypeAlias = tuple[Tensor, ...]
 BlockWrapper: TypeAlias = Callable[[nn.Module], Callable[..., Tensor]]

@@ -12,9 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.workloads.base import Batch
+from offload.workloads.base import Batch, BatchMaker
 
-__all__ = ["BYTE_VOCABULARY", "Vocabulary", "corpus_tokens", "stdlib_text", "token_windows"]
+__all__ = [
+    "BYTE_VOCABULARY",
+    "Vocabulary",
+    "corpus_tokens",
+    "next_token_batches",
+    "stdlib_text",
+    "token_windows",
+]
 
 BYTE_VOCABULARY = 256
 HELD_OUT_EVERY = 10  # one module in ten is never trained on
@@ -107,3 +114,12 @@ def token_windows(tokens: Tensor, rows: int, length: int, generator: torch.Gener
     starts = torch.randint(0, len(tokens) - length, (rows,), generator=generator)
     windows = torch.stack([tokens[int(s) : int(s) + length + 1] for s in starts]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def next_token_batches(vocabulary_size: int, rows: int, length: int) -> BatchMaker:
+    """What draws ``token_windows`` of the corpus."""
+
+    def make_batch(generator: torch.Generator, held_out: bool) -> Batch:
+        return token_windows(corpus_tokens(vocabulary_size, held_out), rows, length, generator)
+
+    return make_batch

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.workloads.base import Batch, TrainableModel, Workload
-from offload.workloads.corpus import corpus_tokens, token_windows
+from offload.workloads.base import TrainableModel, Workload
+from offload.workloads.corpus import next_token_batches
 
 __all__ = ["GPT", "GPTConfig", "gpt_workload"]
 
@@ -118,13 +118,9 @@ def _initialise(module: nn.Module, residual_std: float) -> None:
 
 def gpt_workload(name: str, config: GPTConfig) -> Workload:
     """Next-token training of a GPT on the standard library's sources."""
-
-    def make_batch(generator: torch.Generator, held_out: bool) -> Batch:
-        tokens = corpus_tokens(config.vocabulary, held_out)
-        return token_windows(tokens, config.rows, config.length, generator)
-
     c = config
     summary = (
         f"GPT, {c.layers} layers, d {c.width}, T {c.length}, B {c.rows}, vocabulary {c.vocabulary}"
     )
-    return Workload(name, summary, partial(GPT, config), make_batch)
+    make_batch = next_token_batches(c.vocabulary, c.rows, c.length)
+    return Workload(name, summary, partial(GPT, c), make_batch)

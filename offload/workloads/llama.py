@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.workloads.base import Batch, TrainableModel, Workload
-from offload.workloads.corpus import corpus_tokens, token_windows
+from offload.workloads.base import TrainableModel, Workload
+from offload.workloads.corpus import next_token_batches
 
 __all__ = ["Llama", "LlamaConfig", "llama_workload"]
 
@@ -126,14 +126,10 @@ class Llama(TrainableModel):
 
 def llama_workload(name: str, config: LlamaConfig) -> Workload:
     """Next-token training of the stack on the standard library's sources."""
-
-    def make_batch(generator: torch.Generator, held_out: bool) -> Batch:
-        tokens = corpus_tokens(config.vocabulary, held_out)
-        return token_windows(tokens, config.rows, config.length, generator)
-
     c = config
     summary = (
         f"Llama-like, {c.layers} layers, d {c.width}, {c.heads}/{c.kv_heads} heads, "
         f"T {c.length}, B {c.rows}, vocabulary {c.vocabulary}"
     )
-    return Workload(name, summary, partial(Llama, config), make_batch)
+    make_batch = next_token_batches(c.vocabulary, c.rows, c.length)
+    return Workload(name, summary, partial(Llama, c), make_batch)
