@@ -26,9 +26,7 @@ def run(
     """A step whose backward asks for ``length`` tensors that are held by nobody else."""
     x = rand(64, 64).requires_grad_()
     with session.step() if session is not None else nullcontext():
-        h = x * 1
-        loss = chain(h, length)
-        del h
+        loss = chain(x * 1, length)
         if wait and session is not None:
             drain(session)
         loss.backward()
@@ -92,9 +90,7 @@ def test_writes_fail_and_the_user_wants_to_know(open_session, faulty: FaultyEngi
         pytest.raises(StorageError, match="EIO") as caught,
         session.step(),
     ):
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         loss.backward()
     assert caught.value.errno == errno.EIO
     assert torch.equal(x.grad, EXPECTED)
@@ -145,9 +141,7 @@ def test_reads_fail(
     faulty.good_reads = good_reads
     x = rand(64, 64).requires_grad_()
     with session.step():
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         drain(session)
         words = r"reading 16 KiB \(saved tensor float32\[64, 64\]\) at offset \d+ .*EIO"
         with pytest.raises(StorageError, match=words) as caught:
@@ -162,9 +156,7 @@ def test_a_read_that_failed_can_be_tried_again(open_session, faulty: FaultyEngin
     session = open_session(_engine=faulty)
     x = rand(64, 64).requires_grad_()
     with session.step():
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         drain(session)
         faulty.good_reads = 0
         for _ in range(2):
@@ -231,9 +223,7 @@ def test_slow_reads_are_late_and_right(open_session, real_engine: Engine) -> Non
     session = open_session(_engine=lazy)
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         drain(session)
         loss.backward()
     assert torch.equal(x.grad, EXPECTED)
@@ -278,9 +268,7 @@ def test_spoilt_bytes_are_found_when_asked_to(
     session = open_session(engine=engine, verify=True, prefetch_bytes=prefetch_bytes)
     x = rand(64, 64).requires_grad_()
     with session.step():
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         drain(session)
         spoil(tmp_path)
         with pytest.raises(StorageError, match=r"checksum .*not those that were written") as caught:
@@ -294,9 +282,7 @@ def test_good_bytes_pass_the_check(open_session, engine: str) -> None:
     session = open_session(engine=engine, verify=True)
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = chain(h, 8)
-        del h
+        loss = chain(x * 1, 8)
         drain(session)
         loss.backward()
     assert torch.equal(x.grad, EXPECTED)

@@ -71,9 +71,7 @@ def test_only_the_first_request_of_a_chain_is_a_miss(open_session, any_engine: s
     session = open_session(engine=any_engine, **AMPLE)
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = chain(h, 10)
-        del h
+        loss = chain(x * 1, 10)
         drain(session)
         loss.backward()
     assert step.report.misses == 1
@@ -84,9 +82,7 @@ def test_nothing_is_read_ahead_without_a_window(open_session, any_engine: str) -
     session = open_session(engine=any_engine, prefetch_bytes=0)
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = chain(h, 10)
-        del h
+        loss = chain(x * 1, 10)
         drain(session)
         loss.backward()
     assert (step.report.misses, step.report.hits, step.report.lates) == (10, 0, 0)
@@ -97,9 +93,7 @@ def test_no_more_is_read_ahead_than_the_window(open_session, any_engine: str) ->
     session = open_session(engine=any_engine, prefetch_bytes=2 * nbytes)
     x = rand(64, 64).requires_grad_()
     with session.step():
-        h = x * 1
-        loss = chain(h, 10)
-        del h
+        loss = chain(x * 1, 10)
         drain(session)
         loss.backward()
     assert session._tiers.inbound.ahead.peak_bytes == 2 * nbytes
@@ -110,9 +104,7 @@ def test_each_block_is_read_once(open_session, any_engine: str) -> None:
     session = open_session(engine=any_engine, prefetch_bytes=3 * 64 * 64 * 4)
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = branches(h)
-        del h
+        loss = branches(x * 1)
         drain(session)
         loss.backward()
     drain(session)
@@ -186,9 +178,7 @@ def test_a_wrong_guess_does_not_spoil_the_steps_after(open_session, any_engine: 
         with session.step() as step:
             losses = []
             for _ in range(2):
-                h = x * 1
-                losses.append(chain(h, 6))
-                del h
+                losses.append(chain(x * 1, 6))
             drain(session)
             for i in range(backward):
                 losses[i].backward()

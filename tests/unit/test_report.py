@@ -116,9 +116,7 @@ def test_every_request_is_a_hit_a_late_or_a_miss(session: offload.Session) -> No
 def test_bytes_add_up(session: offload.Session) -> None:
     x = rand(64, 64).requires_grad_()
     with session.step() as step:
-        h = x * 1
-        loss = chain(h, 5)
-        del h
+        loss = chain(x * 1, 5)
         drain(session)
         loss.backward()
     drain(session)
