@@ -25,7 +25,7 @@ from offload.errors import (
     StorageError,
 )
 from offload.plan import Placement, Policy, SavedTensor, offload_all
-from offload.recompute import checkpoint
+from offload.recompute import checkpoint, checkpoint_sequential
 from offload.report import StepReport
 from offload.session import Session
 
@@ -47,5 +47,6 @@ __all__ = [
     "StepReport",
     "StorageError",
     "checkpoint",
+    "checkpoint_sequential",
     "offload_all",
 ]

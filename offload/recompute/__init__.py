@@ -1,11 +1,16 @@
 """Recompute: activations are given up in forward and computed again when backward asks.
 
-checkpoint.py   one region: torch's non-reentrant checkpoint, whose inputs may be anything
-regions.py      what a region calls, and the inputs from which it calls it again
+    checkpoint.py   one region: torch's non-reentrant checkpoint, whose inputs may be anything
+    regions.py      what a region calls, and the inputs from which it calls it again
+    statistics.py   what a recomputation must not count twice
+    sequential.py   a chain of functions in checkpointed segments
+    schedule.py     where a chain is cut, what that costs and what it holds
 
 Nothing here knows of sessions: inputs meet whatever saved-tensor hooks are active.
 """
 
 from offload.recompute.checkpoint import checkpoint
+from offload.recompute.schedule import Schedule
+from offload.recompute.sequential import checkpoint_sequential
 
-__all__ = ["checkpoint"]
+__all__ = ["Schedule", "checkpoint", "checkpoint_sequential"]

@@ -20,10 +20,21 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Region"]
+from offload.recompute.statistics import modules_of, statistics_kept
+
+__all__ = ["Chain", "Region"]
 
 T = TypeVar("T")
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})  # hold no tensor, surely
+
+
+class Chain:
+    """A callable that is made of others."""
+
+    __slots__ = ("functions",)
+
+    def __init__(self, functions: list[Callable[..., Any]]) -> None:
+        self.functions = functions
 
 
 class Region(Generic[T]):
@@ -86,4 +97,11 @@ class Region(Generic[T]):
         if self._spec is not None:
             leaves = self._spec.unflatten(leaves)
         named = dict(zip(self._names, leaves[self._positional :], strict=True))
-        return self._function(*leaves[: self._positional], **named)
+        with statistics_kept(self._modules()):
+            return self._function(*leaves[: self._positional], **named)
+
+    def _modules(self) -> list[nn.Module]:
+        function = self._function
+        parts = function.functions if isinstance(function, Chain) else [function]
+        passed = [value for value in self._kept if isinstance(value, nn.Module)]
+        return passed + [module for part in parts for module in modules_of(part)]
