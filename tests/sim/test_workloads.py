@@ -286,7 +286,9 @@ WAYS: dict[str, Program] = {
 
 
 def assert_same(program: Program, directory: Path, name: str) -> None:
-    """The program computes the same without and with a session; something moved."""
+    """The program computes the same without and with a session; something moved. How much had to
+    come back depends on how far the copies out had come, unless nothing is asynchronous.
+    """
     torch.manual_seed(1)
     expected = on_cpu(program(contextlib.nullcontext))
     torch.manual_seed(1)
@@ -295,7 +297,7 @@ def assert_same(program: Program, directory: Path, name: str) -> None:
         report = session.report()
     assert_identical(expected, got)
     assert report.offloaded_bytes > 0
-    assert report.reloaded_bytes > 0
+    assert report.reloaded_bytes > 0 or simdev.config().scheduler is not simdev.Scheduler.EAGER
     assert simdev.races() == []
 
 
@@ -328,6 +330,7 @@ def test_failed_copy(scheduler, direction, nth: int, name: str, tmp_path: Path) 
         with pytest.raises(RuntimeError, match="simdev"):
             with session.step():
                 loss = chain(x, 8)
+                torch.accelerator.synchronize()  # all is out: it has to come back
                 torch.autograd.grad(loss, x)
             torch.accelerator.synchronize()
         loss = None
