@@ -2,7 +2,7 @@
 
     state        host slot     disk extent    leaves by
     LIVE                                      offload -> OFFLOADING
-    OFFLOADING   being filled                 settle_offload -> HOST
+    OFFLOADING   being filled                 settle_offload -> HOST, or LIVE if it was resized
     HOST         x             (x)            spill -> SPILLING; release_slot -> DISK
     SPILLING     x             being filled   settle_spill -> DISK, or HOST if the write failed
     DISK                       x              fetch -> FETCHING
@@ -126,6 +126,7 @@ class Block:
         "_device",
         "_device_ref",
         "_origin",
+        "_source_address",
         "checksum",
         "copied",
         "device",
@@ -161,6 +162,7 @@ class Block:
             None  # of prefetched bytes that nobody has asked for yet
         )
         self.copied: Fence = DONE  # the copy out
+        self._source_address = 0  # of that copy
         self._arrived: Fence = DONE  # the copy in
         self._device: torch.UntypedStorage | None = storage
         # Held for as long as the block lives: while it is, torch does not give the storage's
@@ -182,13 +184,21 @@ class Block:
         assert self._device is not None
         self.copied, self.checksum = lane.copy_out(slot, self._device, checksum=checksum)
         self.slot = slot
+        self._source_address = self._device.data_ptr()
         self.state = State.OFFLOADING
 
-    def settle_offload(self, lane: Lane) -> torch.UntypedStorage:
-        """OFFLOADING -> HOST. Returns the original, which may now be dropped."""
+    def settle_offload(self, lane: Lane) -> torch.UntypedStorage | None:
+        """OFFLOADING -> HOST. Returns the original, which may now be dropped.
+
+        -> LIVE, and ``None``, if it was resized meanwhile: what was copied may not be what it had.
+        """
         self._expect(State.OFFLOADING)
         original = self._device
         assert original is not None
+        if original.nbytes() != self.nbytes or original.data_ptr() != self._source_address:
+            self.slot, self.copied, self.checksum = None, DONE, None
+            self.state = State.LIVE
+            return None
         lane.let_go(original, self.copied)
         self._device = None
         self.state = State.HOST

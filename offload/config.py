@@ -105,9 +105,10 @@ class Config:
         prefetch_bytes: most bytes brought back before backward has asked for them; 0 for none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
             once. The newest storage stays even if it is larger; 0 sends everything out at once.
-        trim_bytes: memory of what has left is returned to the system at once, and all that the C
-            library keeps free whenever the process has grown by this much. 0 leaves it to that
-            library, which is a little faster and holds much more.
+        trim_bytes: 0: memory of what has left the CPU's memory is offered to the system, which
+            takes it when it runs short. More: it is returned at once, and all that the C library
+            keeps free whenever the process has grown by this much; the process looks as small as
+            it is, at the price of a page fault for every page that is used again.
         verify: check a CRC of every block that comes back from the disk.
         on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
             goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
@@ -135,7 +136,7 @@ class Config:
     window_bytes: int = _size(32 * MiB)
     prefetch_bytes: int = _size(48 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
-    trim_bytes: int = _size(96 * MiB)
+    trim_bytes: int = _size(0)
     verify: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=2)

@@ -97,6 +97,7 @@ class _Watched(NamedTuple):
     end: Mark
 
 
+_DEFAULT_STREAM = 0  # its stream_id on every kind of device
 _MAX_WATCHED = 1 << 14  # on their way at one time; the oldest are not told of
 
 
@@ -127,6 +128,8 @@ class AcceleratorLane:
         source, side = _bytes_of(storage), self._side(storage.device)
         producer = torch.accelerator.current_stream(storage.device)
         self._computing.add((storage.device, producer.stream_id))
+        if self._several_compute(storage.device):
+            self._hand_over(source)  # how the user's streams order each other is not seen here
         self._touches(producer, source, write=True, what="computing a saved tensor")
         self._after_producer(side.out, producer)
         start = self.order.record(side.out, timed=True)
@@ -146,7 +149,7 @@ class AcceleratorLane:
             self._watch("backpressure", 0, self._ready(copied.stream), copied.mark)
             self._return_after(copied, source)
         self._touches(copied.stream, source, write=True, what="using its memory again")
-        if len(self._computing) > 1:
+        if self._several_compute(storage.device):
             self._leave_to_allocator(source)
 
     # -- back -------------------------------------------------------------------------------------
@@ -223,6 +226,12 @@ class AcceleratorLane:
     def _return_after(self, copied: _Copy, source: torch.Tensor) -> None:
         """See [Note: rule 2, the source outlives its copy]."""
         self.order.wait(copied.stream, copied.mark)
+
+    def _several_compute(self, device: torch.device) -> bool:
+        """Whether memory of the device may belong to a stream other than the one that packs it. The
+        default stream always counts: what it allocated may be packed elsewhere only.
+        """
+        return len(self._computing | {(device, _DEFAULT_STREAM)}) > 1
 
     def _leave_to_allocator(self, source: torch.Tensor) -> None:
         """See [Note: rule 2, the source outlives its copy]."""

@@ -142,7 +142,11 @@ class Outbound:
         """
         leaving = self._copies.popleft()
         lane = self._common.lane
-        self._common.heap.retire(leaving.block.settle_offload(lane))
+        original = leaving.block.settle_offload(lane)
+        if original is None:
+            self._common.counters.kept_bytes["kind"] += leaving.block.nbytes
+            return
+        self._common.heap.retire(original)  # taken up by its next sweep: here it has a name
         if leaving.extent is None:
             self._resting.append(weakref.ref(leaving.block))
             self._keep_room()

@@ -229,3 +229,27 @@ def test_times_are_the_devices_own(tmp_path: Path) -> None:
     assert 0 < report.stall_seconds < LENGTH * 1.6 * seconds
     assert 0 < report.backpressure_seconds < LENGTH * 1.6 * seconds
     assert 0 <= report.overlap < 1
+
+
+def test_a_storage_resized_while_it_is_copied(tmp_path: Path) -> None:
+    """What was copied is not what it had: it stays, and backward sees what plain training would."""
+    simdev.configure(
+        scheduler=simdev.Scheduler.THREADS, sleep_scale=1.0, copy_latency_ns=20_000_000
+    )
+    w = torch.full((NBYTES // 4,), 2.0, device="sim").requires_grad_()
+    with session_on_sim(str(tmp_path)) as session:
+        with session.step() as step:
+            x = torch.full((NBYTES // 4,), 5.0, device="sim")
+            loss = (x * w).sum()
+            x.untyped_storage().resize_(0)
+            usurper = torch.full((NBYTES // 4,), 7.0, device="sim")  # of its memory
+            x.untyped_storage().resize_(NBYTES)
+            with torch.autograd._unsafe_preserve_version_counter(x):
+                x.fill_(3.0)
+            del x
+            torch.accelerator.synchronize()
+            loss.backward()
+        del usurper
+        assert set(w.grad.tolist()) == {3.0}
+        assert step.report.kept_bytes["kind"] > 0
+    simdev.races()  # the fill was not ordered after the copy, whose bytes were not used

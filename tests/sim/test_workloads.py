@@ -339,7 +339,6 @@ def test_failed_copy(scheduler, direction, nth: int, name: str, tmp_path: Path) 
         assert torch.equal(expected, got)
 
 
-@pytest.mark.xfail(strict=True, reason="rule 2 takes the memory to belong to a packing stream")
 def test_source_that_belongs_to_another_stream(tmp_path: Path) -> None:
     """Made on the main stream, saved on a side stream that alone has packed anything: its memory
     returns to the main stream, which must not use it before it has been copied.
