@@ -25,7 +25,7 @@ from offload.errors import (
     StorageError,
 )
 from offload.plan import Placement, Policy, SavedTensor, offload_all
-from offload.recompute import checkpoint, checkpoint_sequential
+from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session
 
@@ -49,4 +49,5 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "offload_all",
+    "selective",
 ]

@@ -11,8 +11,10 @@ autocast caches; kinds without plain bytes (sparse, quantized, nested, fake, wra
 The cheapest test comes first: most saved tensors are small.
 """
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +44,13 @@ class Passed:
         self.unpack = pair[1]
 
 
+class _Asked(threading.local):
+    """What a thread asks of what it saves, while it runs some part of a model."""
+
+    placement: Placement | None = None  # in place of the policy's
+    node: int | None = None  # in place of the number of the operation that saves
+
+
 class Hooks:
     """The pair of hooks of one session, and the blocks that are alive."""
 
@@ -52,6 +61,7 @@ class Hooks:
         self._device = config.device
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
+        self._asked = _Asked()
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
         self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
@@ -69,6 +79,40 @@ class Hooks:
     def live_blocks(self) -> int:
         """Blocks that some graph still holds."""
         return len(self._blocks)
+
+    @contextlib.contextmanager
+    def placed(self, placement: Placement | None) -> Iterator[None]:
+        """What this thread saves inside goes to ``placement``; ``None``: where the policy says.
+
+        The innermost counts. What never moves, and what is too small to, stays as ever.
+        """
+        before = self._asked.placement
+        self._asked.placement = placement
+        try:
+            yield
+        finally:
+            self._asked.placement = before
+
+    @contextlib.contextmanager
+    def numbered(self, node: int) -> Iterator[None]:
+        """What this thread saves inside is wanted when backward reaches the operation ``node``."""
+        before = self._asked.node
+        self._asked.node = node
+        try:
+            yield
+        finally:
+            self._asked.node = before
+
+    def recall(self, packed: Iterable[object]) -> None:
+        """Start bringing back what ``pack`` made these of, in this order, as far as there is room:
+        all of it is about to be unpacked.
+        """
+        with self._tiers.lock:
+            if self._tiers.in_child:
+                return
+            for ticket in packed:
+                if isinstance(ticket, Ticket) and not self._tiers.prefetch(ticket.block):
+                    return
 
     def pair(self, outer: HookPair | None) -> HookPair:
         """``pack`` and ``unpack`` for one entry of a step.
@@ -104,9 +148,11 @@ class Hooks:
             return self._kept("view", nbytes)
         if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor):
             return self._kept("kind", nbytes)
-        placement = self._policy(
-            SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
-        )
+        placement = self._asked.placement
+        if placement is None:
+            placement = self._policy(
+                SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
+            )
         if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
             self._tiers.live.track(storage)
             return self._kept("policy", nbytes)
@@ -137,7 +183,7 @@ class Hooks:
             known = self._blocks.get(key)
             block = known if known is not None else Block(storage, witness, placement)
             ticket = Ticket(block, TensorLayout.of(tensor), witness)
-            self._prefetcher.saved(ticket)
+            self._prefetcher.saved(ticket, self._asked.node)
             if known is None:
                 self._blocks[key] = block
                 self._tiers.admit(block, storage)

@@ -97,8 +97,10 @@ class Prefetcher:
             self._recording = Recording(self._tapes, self._asked)
         self._tapes, self._open, self._asked = [], {}, []
 
-    def saved(self, ticket: Ticket) -> None:
-        """A ticket was handed to autograd."""
+    def saved(self, ticket: Ticket, node: int | None = None) -> None:
+        """A ticket was handed to autograd, by the operation with this number; ``None``: by the one
+        that is being built.
+        """
         thread = threading.get_ident()
         tape = self._open.get(thread)
         if tape is None:
@@ -106,8 +108,10 @@ class Prefetcher:
                 self.begin_step()
             tape = self._open[thread] = Tape(len(self._tapes))
             self._tapes.append(tape)
-        # The node that is being built has taken its number already: it is the last one given out.
-        tape.append(ticket, torch._C._autograd._get_sequence_nr() - 1)
+        if node is None:
+            # It has taken its number already: the last one given out.
+            node = torch._C._autograd._get_sequence_nr() - 1
+        tape.append(ticket, node)
 
     def asked(self, ticket: Ticket) -> None:
         """Backward wants this ticket now: bring back what it will want next."""

@@ -14,6 +14,7 @@ from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
 from offload.lanes import Lane
 from offload.plan import Policy, offload_all
+from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.report import Counters, StepReport
 from offload.tiers import Tiers
 
@@ -71,6 +72,47 @@ class Session:
     def step(self) -> "Step":
         """A context manager for one training step: forward, or forward and backward."""
         return Step(self)
+
+    def apply(self, model: torch.nn.Module, rules: Rules) -> Applied:
+        """Say module by module what becomes of activations, until ``remove()`` is called on the
+        result or its context is left.
+
+        Args:
+            model: its modules are ruled. Nothing of it changes but the class of those, to a
+                subclass of the same name: not ``state_dict``, names, hooks, signatures; copies and
+                pickles made meanwhile are as if no rules were applied.
+            rules: what to do, by which modules: a glob of names (``"blocks.*.mlp"``; ``*`` stands
+                for one component of a name or a part of it, ``**`` for any number of components), a
+                module class, a function ``(name, module) -> bool``, or ``every(k, ...)`` of
+                ``offload.recompute``. The actions are ``"keep"``, ``"host"``, ``"disk"``,
+                ``"recompute"``, ``"recompute+host"``, ``"recompute+disk"`` and ``"selective"``;
+                ``offload.recompute.Action`` explains them.
+
+        From the outside in, a module goes by the first rule that matches it, and all inside it go
+        by the same rule until another matches. Placements concern what is saved while the module's
+        forward runs, in steps of this session and on the thread that runs it; of two modules within
+        each other the inner one's counts. Inside a module that is recomputed nothing is saved, so
+        that an inner placement has no effect there; an inner recomputation is a checkpoint within a
+        checkpoint, which computes once more. Recomputation takes place outside steps as well.
+
+        Raises:
+            ValueError: a rule matches no module, or an action is not known.
+            TypeError: a rule has another form, or a module is a ``ScriptModule``.
+            StateError: a module is ruled already.
+
+        Example:
+            >>> import torch, offload
+            >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+            >>> model = torch.nn.Sequential(*(layer() for _ in range(4)))
+            >>> x = torch.randn(256, 64, requires_grad=True)
+            >>> with offload.Session(min_offload_bytes=0, keep_last_bytes=0) as session:
+            ...     with session.apply(model, {"0": "keep", "*": "recompute+disk"}):
+            ...         with session.step() as step:
+            ...             model(x).sum().backward()
+            >>> step.report.offloaded_bytes == 3 * 256 * 64 * 4  # the inputs of layers 1, 2 and 3
+            True
+        """
+        return apply_rules(model, rules, self._hooks.placed)
 
     def report(self) -> StepReport:
         """The figures of all steps so far, added up."""

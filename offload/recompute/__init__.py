@@ -5,12 +5,25 @@
     statistics.py   what a recomputation must not count twice
     sequential.py   a chain of functions in checkpointed segments
     schedule.py     where a chain is cut, what that costs and what it holds
+    selective.py    regions of which only the cheap operations are computed again
+    cells.py        the results of the others
+    rules.py        which modules of a model are recomputed, selective, or offloaded
 
 Nothing here knows of sessions: inputs meet whatever saved-tensor hooks are active.
 """
 
 from offload.recompute.checkpoint import checkpoint
+from offload.recompute.rules import Action, Applied, every
 from offload.recompute.schedule import Schedule
+from offload.recompute.selective import selective
 from offload.recompute.sequential import checkpoint_sequential
 
-__all__ = ["Schedule", "checkpoint", "checkpoint_sequential"]
+__all__ = [
+    "Action",
+    "Applied",
+    "Schedule",
+    "checkpoint",
+    "checkpoint_sequential",
+    "every",
+    "selective",
+]

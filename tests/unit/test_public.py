@@ -12,7 +12,7 @@ def test_public_names() -> None:
     assert set(offload.__all__) == {
         "Config", "ModifiedInPlaceError", "OffloadError", "OffloadWarning", "Placement", "Policy",
         "SavedTensor", "Session", "StateError", "StepReport", "StorageError", "checkpoint",
-        "checkpoint_sequential", "offload_all",
+        "checkpoint_sequential", "offload_all", "selective",
     }  # fmt: skip
     assert all(hasattr(offload, name) for name in offload.__all__)
     assert len(offload.__all__) <= 15
