@@ -86,6 +86,7 @@ def open_session(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ope
     while opened:
         close_and_check(opened.pop(), passed)
     gc.collect()
+    gc.collect()  # what the finalisers of the first still held
     if passed:
         assert os.listdir(tmp_path) == [], "a file was left in the directory"
         wait_until(lambda: held() <= before)  # a joined thread is a moment longer in /proc
