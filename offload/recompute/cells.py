@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from offload.block import VersionWitness
 from offload.hooks import HookPair, Hooks
 from offload.live import storage_of
 
-__all__ = ["Call", "Cells", "Draw"]
+__all__ = ["Cells", "Draw", "Needs", "random_state"]
 
 
 class Draw(NamedTuple):
@@ -119,6 +119,31 @@ class _Held(NamedTuple):
         return tensor.detach()
 
 
+class Needs:
+    """Which results recomputations have asked for.
+
+    They end with the last tensor that backward needs, and ask for no result after that: from the
+    second time on those are not held. A wrong guess costs one run of the operation, and is the last
+    of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._asked: set[tuple[Any, int]] = set()
+        self._passed_over: set[tuple[Any, int]] = set()
+
+    def expects(self, operation: Any, index: int) -> bool:
+        """Whether the result of this call may be asked for."""
+        return (operation, index) not in self._passed_over or (operation, index) in self._asked
+
+    def asked(self, operation: Any, index: int) -> None:
+        """It was."""
+        self._asked.add((operation, index))
+
+    def passed_over(self, operation: Any, index: int) -> None:
+        """A recomputation ended without it."""
+        self._passed_over.add((operation, index))
+
+
 class Cells:
     """The calls of one region, in the order they were made.
 
@@ -127,7 +152,8 @@ class Cells:
     the same as keeping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
         pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if pair is not None and pair[0].__module__ == torch_checkpoint.__name__:
             pair = None
@@ -143,8 +169,12 @@ class Cells:
 
     def add(self, operation: Any, result: object, draw: Draw | None, *, offload: bool) -> None:
         """Hold a result for the recomputation."""
+        calls = self._calls.setdefault(operation, [])
+        if not self._needs.expects(operation, len(calls)):
+            calls.append(None)
+            return
         call = Call(result, draw, self._offload if offload else _keep)
-        self._calls.setdefault(operation, []).append(call)
+        calls.append(call)
         self._ordered.append(call)
         for leaf in pytree.tree_leaves(result):
             storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
@@ -179,10 +209,19 @@ class Cells:
         if self._hooks is not None:
             self._hooks.recall([p for call in self._ordered if call.usable for p in call.packed])
 
+    def asked(self, counts: Mapping[Any, int]) -> None:
+        """The recomputation is over, and has made so many calls."""
+        for operation, calls in self._calls.items():
+            for index in range(counts.get(operation, 0), len(calls)):
+                self._needs.passed_over(operation, index)
+
     def find(self, operation: Any, index: int) -> Call | None:
         """The cell of the operation's call with this number, if it may be used."""
-        calls = self._calls.get(operation, ())
-        call = calls[index] if index < len(calls) else None
+        calls = self._calls.get(operation)
+        if calls is None or index >= len(calls):
+            return None
+        self._needs.asked(operation, index)
+        call = calls[index]
         return call if call is not None and call.usable else None
 
     def _offload(self, tensor: Tensor) -> _Held:

@@ -65,7 +65,7 @@ class Action(Enum):
 class _Plan(NamedTuple):
     placement: Placement | None  # of what is saved, or of the inputs; None: as the policy says
     recomputed: bool
-    context_fn: ContextFn | None = None
+    selective: bool = False
 
 
 _PLANS = {
@@ -75,7 +75,7 @@ _PLANS = {
     Action.RECOMPUTE: _Plan(Placement.KEEP, True),
     Action.RECOMPUTE_HOST: _Plan(Placement.HOST, True),
     Action.RECOMPUTE_DISK: _Plan(Placement.DISK, True),
-    Action.SELECTIVE: _Plan(None, True, selective()),
+    Action.SELECTIVE: _Plan(None, True, selective=True),
 }
 Placed = Callable[[Placement | None], AbstractContextManager[None]]
 _Named = list[tuple[str, nn.Module]]
@@ -260,6 +260,7 @@ class _Rule:
         self.in_force = True  # for those who hold on to a method that they got meanwhile
         self._plan = plan
         self._placed = placed
+        self._context_fn: ContextFn | None = selective() if plan.selective else None
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -267,15 +268,14 @@ class _Rule:
         """``forward(*args, **kwargs)`` by the rule."""
         if not self.in_force:
             return forward(*args, **kwargs)
-        placement, recomputed, context_fn = self._plan
-        with self._placed(placement):
-            if not (recomputed and torch.is_grad_enabled()):
+        with self._placed(self._plan.placement):
+            if not (self._plan.recomputed and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             # As a partial: the module's inputs may have the names of checkpoint's own options.
             function = functools.partial(forward, *args, **kwargs)
-            if context_fn is None:
+            if self._context_fn is None:
                 return checkpoint(function)
-            return checkpoint(function, context_fn=context_fn)
+            return checkpoint(function, context_fn=self._context_fn)
 
 
 class _Forward:

@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.recompute.cells import Cells, Draw, random_state
+from offload.recompute.cells import Cells, Draw, Needs, random_state
 from offload.recompute.checkpoint import ContextFn
 
 __all__ = ["selective"]
@@ -84,7 +84,9 @@ def selective(
             norms, activations and dropout, is recomputed.
 
     Returns:
-        The ``context_fn``; it may be used for any number of regions.
+        The ``context_fn``, for any number of regions. It learns from them which results no
+        recomputation asks for, as they come after the last tensor that backward needs, and stops
+        holding those: where regions differ much, one for each kind does best.
 
     Raises:
         TypeError: something in a list is no operation, or ``policy_fn`` cannot be called.
@@ -111,7 +113,7 @@ def selective(
             raise ValueError("give either a policy_fn or lists of operations, not both")
         if not callable(policy_fn):
             raise TypeError(f"policy_fn is {policy_fn!r}; give a function")
-        return functools.partial(_contexts, None, policy_fn)
+        return functools.partial(_contexts, Needs(), None, policy_fn)
     kept, again = _overloads("save", save), _overloads("recompute", recompute)
     named = _overloads("offload", offload) if offload is not None else None
     offloaded = named if named is not None else _expensive() - kept - again
@@ -120,7 +122,7 @@ def selective(
             listed = ", ".join(sorted(str(op) for op in a & b))
             raise ValueError(f"{listed}: in two lists; name an operation in one")
     fates = dict.fromkeys(offloaded, _Fate.OFFLOAD) | dict.fromkeys(kept, _Fate.KEEP)
-    return functools.partial(_contexts, fates, None)
+    return functools.partial(_contexts, Needs(), fates, None)
 
 
 @functools.cache
@@ -147,7 +149,7 @@ def _overloads(argument: str, operations: Iterable[Any]) -> set[Any]:
 
 
 def _contexts(
-    fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
+    needs: Needs, fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """One for the forward, one for the recomputation."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -156,7 +158,7 @@ def _contexts(
         policy = functools.partial(_traced, fates, policy_fn)
         made = torch_checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         return made[0], made[1]
-    cells = Cells()
+    cells = Cells(needs)
     return _Forward(cells, fates, policy_fn), _Recompute(cells)
 
 
@@ -253,6 +255,10 @@ class _Recompute(_Mode):  # type: ignore[no-untyped-call]
         self._calls.clear()  # it may be entered again, for a retained graph
         self._cells.recall()
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._cells.asked(self._calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
