@@ -45,6 +45,7 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     if isinstance(function, FunctionType):
         names = function.__globals__
         mentioned += [names.get(name) for name in function.__code__.co_names]
+        mentioned += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: not assigned yet
                 mentioned.append(cell.cell_contents)

@@ -14,14 +14,6 @@ from tests.support import rand
 RUNS = {"torch": torchs, "ours": offload.checkpoint}
 
 
-@pytest.fixture(params=["plain", "native", "aio"])
-def context(request, open_session):
-    """Without a session, and with one on each engine."""
-    if request.param == "plain":
-        return plain
-    return open_session(engine=request.param).step
-
-
 @pytest.fixture(params=RUNS)
 def run(request):
     """The checkpoint of torch and ours: they must agree."""

@@ -1,0 +1,16 @@
+"""Fixtures of the tests of recomputation."""
+
+import pytest
+
+from offload.engines import native_is_built
+from tests.recompute.programs import plain
+
+
+@pytest.fixture(params=["plain", "native", "aio"])
+def context(request, open_session):
+    """What a program runs in: nothing, or a step of a session on each engine."""
+    if request.param == "plain":
+        return plain
+    if request.param == "native" and not native_is_built():
+        pytest.skip("the C++ extension was not built")
+    return open_session(engine=request.param).step
