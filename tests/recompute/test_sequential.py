@@ -181,3 +181,16 @@ def test_wrong_arguments() -> None:
         offload.checkpoint_sequential([], 2, x)
     with pytest.raises(ValueError, match="segments must be at least 1"):
         offload.checkpoint_sequential([torch.sin], 0, x)
+
+
+def test_small_budget(open_session, engine: str) -> None:
+    """Boundaries that find no room on the disk stay in memory; the step is the same."""
+    results = []
+    session = open_session(engine=engine, disk_budget=3 * 4096)
+    for context in (contextlib.nullcontext, session.step):
+        x = rand(1024).requires_grad_()
+        with context():
+            offload.checkpoint_sequential([torch.sin] * 16, 8, x).sum().backward()
+        results.append([x.grad])
+    assert_identical(*results)
+    assert session.report().kept_bytes["budget"] > 0
