@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from offload import selective
 from offload.live import LiveBytesMeter, is_parameter_like
 from offload.measure import activation_meter, fingerprint, mark_memory
 from offload.session import Session
@@ -40,6 +41,7 @@ MODES = {
     "torch_save": "a hook that calls torch.save and torch.load above 1 MiB",
     "offload": "offload.Session",
     "offload+checkpoint": "offload.Session over torch.utils.checkpoint",
+    "offload+selective": "offload.Session, and offload.selective around every block",
 }
 FILE_THRESHOLD_BYTES = 1 << 20
 
@@ -108,7 +110,8 @@ class Runner:
     def __init__(self, task: Task, workload: Workload, model: TrainableModel) -> None:
         self.workload = workload
         self.model = model
-        self.checkpoints = "checkpoint" in task.mode
+        self.checkpoints = "checkpoint" in task.mode or "selective" in task.mode
+        self.options = {"context_fn": selective()} if "selective" in task.mode else {}
         self.session: Session | None = None
         self.files: FileHooks | None = None
         self._open: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -125,7 +128,7 @@ class Runner:
         """Loss and seconds of one forward and backward; gradients start at zero."""
         self.model.zero_grad(set_to_none=False)
         if self.checkpoints:
-            self.model.wrap_block = partial(_checkpointed, meter)
+            self.model.wrap_block = partial(_checkpointed, meter, self.options)
         started = time.perf_counter()
         with self._open():
             with meter or nullcontext():
@@ -143,16 +146,18 @@ class Runner:
         return {}
 
 
-def _checkpointed(meter: LiveBytesMeter | None, block: nn.Module) -> Callable[..., Tensor]:
+def _checkpointed(
+    meter: LiveBytesMeter | None, options: dict[str, Any], block: nn.Module
+) -> Callable[..., Tensor]:
     if meter is None:
-        return partial(checkpoint, block, use_reentrant=False)
+        return partial(checkpoint, block, use_reentrant=False, **options)
 
     def run(*inputs: Tensor) -> Tensor:
         with meter:  # inside the region: only here are recomputed saves to be seen
             output: Tensor = block(*inputs)
             return output
 
-    return partial(checkpoint, run, use_reentrant=False)
+    return partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def measure(task: Task) -> dict[str, Any]:
