@@ -9,6 +9,7 @@ class as it was, and knows its one module: other instances that come to be of it
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import types
 import weakref
@@ -335,6 +336,9 @@ class _Ruled:
             return reduced
         function, arguments, *rest = reduced
         ruled, base = type(self), self._offload_rule.base
+        if function is copyreg.__newobj__ and arguments == (ruled,):  # type: ignore[attr-defined]
+            # The same, but for pickle's insisting on the class that the object is of.
+            return (copyreg._reconstructor, (base, object, None), *rest)  # type: ignore[attr-defined]
         arguments = tuple(base if a is ruled else a for a in arguments)
         return (base if function is ruled else function, arguments, *rest)
 
