@@ -6,14 +6,16 @@ the operation runs again. A product of three-dimensional matrices returns ``_uns
 result, which shares the bytes and not the version counter: so the versions of such aliases are
 looked at as well, and inside the region what is written to. The operation drew random numbers: then
 the generator is put where it was after the operation, or what is drawn next would differ.
+
+[Note: results leave one operation late] What is modified in place mostly is so at once, by the
+rectifier after a convolution. So a result is handed to the hooks when the next one comes, or the
+region ends, and what has been modified by then is not copied for nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -65,18 +67,30 @@ class Call:
 
     __slots__ = ("_draw", "_held", "_spec", "_witnesses")
 
-    def __init__(self, result: object, draw: Draw | None, hold: Callable[[Tensor], _Held]) -> None:
+    def __init__(self, result: object, draw: Draw | None) -> None:
         leaves, spec = [result], None
         if not isinstance(result, Tensor):
             leaves, spec = pytree.tree_flatten(result)
         self._spec = spec
         self._draw = draw
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with _shared_versions():
-            self._witnesses = [VersionWitness(t) for t in tensors if _has_bytes(t)]
-            self._held: list[Any] | None = [
-                hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            self._witnesses = [
+                VersionWitness(leaf)
+                for leaf in leaves
+                if isinstance(leaf, Tensor) and storage_of(leaf) is not None
             ]
+            self._held: list[Any] | None = [
+                _Held(leaf.detach(), None) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
+
+    def offload(self, pair: HookPair) -> None:
+        """Give its tensors to the hooks."""
+        if self.usable and self._held is not None:
+            pack, unpack = pair
+            with _shared_versions():
+                self._held = [
+                    _Held(pack(h.packed), unpack) if isinstance(h, _Held) else h for h in self._held
+                ]
 
     def also(self, alias: Tensor) -> None:
         """``alias`` shares bytes with the result, but not its version."""
@@ -165,6 +179,7 @@ class Cells:
         self._node = torch._C._autograd._get_sequence_nr() - 1
         self._calls: dict[Any, list[Call | None]] = {}  # by operation
         self._ordered: list[Call] = []
+        self._leaving: Call | None = None  # see Note: results leave one operation late
         self._owners: defaultdict[int, list[Call]] = defaultdict(list)  # by storage
 
     def add(self, operation: Any, result: object, draw: Draw | None, *, offload: bool) -> None:
@@ -173,7 +188,9 @@ class Cells:
         if not self._needs.expects(operation, len(calls)):
             calls.append(None)
             return
-        call = Call(result, draw, self._offload if offload else _keep)
+        call = Call(result, draw)
+        if offload:
+            self._offload(call)
         calls.append(call)
         self._ordered.append(call)
         for leaf in pytree.tree_leaves(result):
@@ -201,6 +218,7 @@ class Cells:
 
     def close(self) -> None:
         """The forward is over."""
+        self._offload(None)
         self._owners.clear()  # addresses of storages that may die now
         self._ordered = [c for c in self._ordered if c.usable]  # what is not lets go of its memory
 
@@ -224,22 +242,16 @@ class Cells:
         call = calls[index]
         return call if call is not None and call.usable else None
 
-    def _offload(self, tensor: Tensor) -> _Held:
-        if self._pair is None:
-            return _keep(tensor)
-        numbered: AbstractContextManager[None] = contextlib.nullcontext()
-        if self._hooks is not None:
-            numbered = self._hooks.numbered(self._node)
-        with numbered:
-            return _Held(self._pair[0](tensor), self._pair[1])
-
-
-def _keep(tensor: Tensor) -> _Held:
-    return _Held(tensor.detach(), None)
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    return storage_of(tensor) is not None
+    def _offload(self, call: Call | None) -> None:
+        """Let the last one go, and this one next."""
+        leaving, self._leaving = self._leaving, call
+        if leaving is None or self._pair is None:
+            return
+        if self._hooks is None:
+            leaving.offload(self._pair)
+            return
+        with self._hooks.numbered(self._node):
+            leaving.offload(self._pair)
 
 
 def _shared_versions() -> Any:

@@ -195,6 +195,15 @@ def test_result_modified_after_the_region(open_session: Opener) -> None:
         assert_identical(expected, program(offload.selective(), contextlib.nullcontext))
 
 
+def test_result_modified_at_once(session: Session) -> None:
+    """By a rectifier: it is not copied for nothing."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 16), nn.Tanh())
+    with session.step() as step:
+        x = rand(4, 16).requires_grad_()
+        offload.checkpoint(model, x, context_fn=offload.selective()).sum().backward()
+    assert step.report.offloaded_bytes == 4 * (16 + 16) * 4  # input, and the second product
+
+
 def test_dropped_graph(session: Session) -> None:
     """Nothing is left of a region that no backward ever asks for."""
     with session.step():

@@ -1,0 +1,78 @@
+"""Recomputation by rules on the simulated accelerator: the same bits, no race."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simdev
+import torch
+from offloading import CONFIGURATIONS, session_on_sim
+from torch import Tensor, nn
+
+from offload.recompute import Action
+from tests.support import assert_identical
+
+
+class Block(nn.Module):
+    """Fused attention is not there on this device: products, a norm and a residual will do."""
+
+    def __init__(self, in_place: bool, width: int = 64) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(self.norm(x))
+        if self.in_place:
+            h.add_(1)  # through the _unsafe_view of a product
+        return x + self.down(nn.functional.gelu(h))
+
+
+def model() -> nn.Module:
+    """Always the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(in_place=i % 2 == 1) for i in range(4)))
+
+
+def train(model: nn.Module, device: str, step: Any, steps: int = 3) -> list[Tensor]:
+    """Losses and gradients of some steps, on the CPU."""
+    model = model.to(device)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(4, 16, 64, generator=generator).to(device)
+        with step():
+            loss = model(x).square().mean()
+            loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return [t.cpu() for t in found]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    """What the CPU computes, without rules."""
+    return train(model(), "cpu", contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("action", [a.value for a in Action if a is not Action.KEEP])
+def test_rules(scheduler, name, action, expected, tmp_path: Path) -> None:
+    """Each action, in every scheduler, with all three ways to set up the tiers."""
+    m = model()
+    with session_on_sim(str(tmp_path), **CONFIGURATIONS[name]) as session:
+        with session.apply(m, {"*": action}):
+            assert_identical(expected, train(m, "sim", session.step))
+        report = session.report()
+    layer_bytes = 4 * 16 * 64 * 4
+    saved = report.offloaded_bytes // layer_bytes - 3  # the loss saves them once in each step
+    if action == "selective":
+        # Inputs, the first product where it is not modified, the last until it proves useless.
+        assert saved == 3 * 4 + 3 * 2 * 4 + 4
+    elif action.startswith("recompute"):
+        assert saved == (0 if action == "recompute" else 3 * 4)
+    if action.endswith("disk"):
+        assert report.written_bytes > 0
+    assert simdev.races() == []
