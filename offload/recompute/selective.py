@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -26,7 +26,8 @@ from offload.recompute.checkpoint import ContextFn
 
 __all__ = ["selective"]
 
-Operation = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator
+if TYPE_CHECKING:  # older versions of torch cannot subscript these
+    Operation = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator
 PolicyFn = Callable[..., Any]
 _aten = torch.ops.aten
 _CheckpointPolicy = torch_checkpoint.CheckpointPolicy
