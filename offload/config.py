@@ -80,6 +80,17 @@ def _accelerator() -> torch.device | None:
     return None if device is None or device.type == "mps" else torch.device(device.type)
 
 
+def _local_processes() -> int:
+    """How many processes share this machine, as launchers such as torchrun say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"$LOCAL_WORLD_SIZE is {text!r}, but should be the number of processes on this machine: "
+            "unset it, or give host_budget"
+        )
+    return int(text)
+
+
 @attrs.frozen(kw_only=True)
 class Config:
     """The options of a ``Session``. Sizes take bytes as an int or a text like ``"8GiB"``.
@@ -150,8 +161,7 @@ class Config:
         windows_bytes = self.window_bytes + self.prefetch_bytes
         if self.device.type == "cpu":
             return windows_bytes
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return max(windows_bytes, available_memory_bytes() // 2 // processes)
+        return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
 
     @io_threads.validator
     def _check_io_threads(self, _: object, value: int) -> None:

@@ -16,8 +16,8 @@ class HostTier:
 
     Args:
         engine: makes the slabs.
-        budget_bytes: most bytes of slots alive at one time; a slot larger than that travels alone,
-            in memory of its own.
+        budget_bytes: most bytes of slots alive at one time; of slots larger than that there is one
+            at a time, in memory of its own.
         pinner: pins every slab; the memory then grows with need. Without one there is a single
             slab, which costs nothing until it is touched.
     """
@@ -63,7 +63,7 @@ class HostTier:
         # A slab may be larger than the budget: an engine rounds it up to whole pages.
         padded_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         if padded_bytes > self._budget_bytes:
-            return self.slot_outside(nbytes)
+            return self.slot_outside(nbytes) if self.outside_bytes == 0 else None
         if self.used_bytes + padded_bytes > self._budget_bytes:
             return None
         for slab in self._slabs:

@@ -253,3 +253,28 @@ def test_a_storage_resized_while_it_is_copied(tmp_path: Path) -> None:
         assert set(w.grad.tolist()) == {3.0}
         assert step.report.kept_bytes["kind"] > 0
     simdev.races()  # the fill was not ordered after the copy, whose bytes were not used
+
+
+def test_storages_larger_than_all_of_host_memory(tmp_path: Path) -> None:
+    """One of them at a time: the others stay on the device, or wait until it is on the disk."""
+    budget = NBYTES // 2
+    options = {"host_budget": budget, "window_bytes": budget, "prefetch_bytes": budget}
+    with session_on_sim(str(tmp_path), **options, disk_budget=0) as session:
+        grad, report = run(session)
+        assert torch.equal(grad, expected())
+        assert report.peak_arena_bytes == NBYTES
+        assert report.kept_bytes["budget"] == (LENGTH - 1) * NBYTES
+    with session_on_sim(str(tmp_path), **options) as session:
+        grad, report = run(session)
+        assert torch.equal(grad, expected())
+        assert report.written_bytes >= (LENGTH - 2) * NBYTES
+
+
+def test_processes_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = offload.Config(device="sim", disk_dir=tmp_path)
+    alone = config.arena_bytes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert config.arena_bytes == pytest.approx(alone / 4, rel=0.2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'four'.*or give host_budget"):
+        offload.Session(device="sim", disk_dir=tmp_path)

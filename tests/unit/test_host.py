@@ -8,6 +8,7 @@ from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import OffloadWarning
 from offload.tiers.host import HostTier
+from tests.conftest import wait_until
 
 PAGE = 4096
 MiB = 1 << 20
@@ -74,6 +75,10 @@ def test_larger_than_the_budget_travels_alone(real_engine: Engine) -> None:
     slot = host.slot(5 * PAGE)
     assert slot is not None
     assert (host.used_bytes, host.outside_bytes, host.held_bytes) == (0, 5 * PAGE, 5 * PAGE)
+    assert host.slot(5 * PAGE) is None, "one at a time"
+    del slot
+    wait_until(lambda: host.outside_bytes == 0)
+    assert host.slot(5 * PAGE) is not None
 
 
 def test_closing_unpins(real_engine: Engine) -> None:
