@@ -85,7 +85,7 @@ def _local_processes() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"$LOCAL_WORLD_SIZE is {text!r}, but should be the number of processes on this machine: "
+            f"$LOCAL_WORLD_SIZE is {text!r}, not a number of processes on this machine: "
             "unset it, or give host_budget"
         )
     return int(text)
