@@ -18,6 +18,7 @@ come and go in backward):
 import ctypes
 import mmap
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +90,13 @@ class Heap:
         for _ in range(len(self._retired)):
             storage = self._retired.popleft()
             # Its owners in C++ (tensors, graphs) count as uses, those in Python as references: to
-            # the name here and to the argument.
-            if torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) == 2:
+            # the name here and to the argument. Whoever has a weak reference could bring it back
+            # to life meanwhile: another session, or the user. The one allowed is our own account's.
+            if (
+                torch._C._storage_Use_Count(storage._cdata) == 1
+                and sys.getrefcount(storage) == 2
+                and weakref.getweakrefcount(storage) <= 1
+            ):
                 self._return_pages(storage)
             else:
                 self._retired.append(storage)
