@@ -131,6 +131,7 @@ class Block:
         "copied",
         "device",
         "extent",
+        "foreign",
         "generation",
         "id",
         "nbytes",
@@ -150,6 +151,7 @@ class Block:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.placement = placement
+        self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness
         self.tickets: list[weakref.ref[Ticket]] = []
@@ -199,7 +201,7 @@ class Block:
             self.slot, self.copied, self.checksum = None, DONE, None
             self.state = State.LIVE
             return None
-        lane.let_go(original, self.copied)
+        lane.let_go(original, self.copied, foreign=self.foreign)
         self._device = None
         self.state = State.HOST
         return original

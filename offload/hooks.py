@@ -182,6 +182,8 @@ class Hooks:
             key = (storage._cdata, tensor._version)
             known = self._blocks.get(key)
             block = known if known is not None else Block(storage, witness, placement)
+            if known is None:
+                block.foreign = tensor.grad_fn is None
             ticket = Ticket(block, TensorLayout.of(tensor), witness)
             self._prefetcher.saved(ticket, self._asked.node)
             if known is None:

@@ -12,8 +12,9 @@ this free of races; each is one method.
     When a source is let go while its copy is still on its way, the producing stream first waits for
     the copy. The memory goes back to that stream's pool, and whatever the stream writes there next
     comes after the copy. The host does not wait, and unlike with ``record_stream`` the allocator
-    can use the memory again at once. Where several streams compute, the memory may belong to
-    another of them; there ``record_stream`` is called as well.
+    can use the memory again at once. Where several streams compute, or where no operation of the
+    graph made the tensor (a loader's stream may have), the memory may belong to another stream;
+    there ``record_stream`` is called as well.
 
 [Note: rule 3, copy-in waits for its bytes]
     A reload waits for the copy-out of the same block. What came from the disk was complete in host
@@ -142,14 +143,17 @@ class AcceleratorLane:
         self._watch("copy_out", slot.nbytes, start, copied)
         return _Copy(self, copied, producer), None
 
-    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+    def let_go(
+        self, storage: torch.UntypedStorage, copied: Fence, *, foreign: bool = False
+    ) -> None:
         assert isinstance(copied, _Copy)
         source = _bytes_of(storage)
         if not copied.done():
             self._watch("backpressure", 0, self._ready(copied.stream), copied.mark)
             self._return_after(copied, source)
         self._touches(copied.stream, source, write=True, what="using its memory again")
-        if self._several_compute(storage.device):
+        if foreign or self._several_compute(storage.device):
+            source.record_stream(copied.stream)  # whose work before now may still read it
             self._leave_to_allocator(source)
 
     # -- back -------------------------------------------------------------------------------------

@@ -46,9 +46,12 @@ class Lane(Protocol):
         for and the bytes pass through the processor. ``storage`` is held until ``let_go``.
         """
 
-    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+    def let_go(
+        self, storage: torch.UntypedStorage, copied: Fence, *, foreign: bool = False
+    ) -> None:
         """The caller is about to drop ``storage``, whose copy out may still be on its way: keep
-        its memory from being used again before that has completed.
+        its memory from being used again before that has completed. ``foreign``: no operation of
+        the graph made it, so another stream may have.
         """
 
     def copy_in(

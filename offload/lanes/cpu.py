@@ -31,7 +31,9 @@ class CpuLane:
     def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
         pass
 
-    def let_go(self, storage: torch.UntypedStorage, copied: Fence) -> None:
+    def let_go(
+        self, storage: torch.UntypedStorage, copied: Fence, *, foreign: bool = False
+    ) -> None:
         pass
 
     def host_reads(self, slot: Slot, copied: Fence) -> None:
