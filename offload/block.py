@@ -136,6 +136,7 @@ class Block:
         "id",
         "nbytes",
         "placement",
+        "produced",
         "request",
         "reservation",
         "slot",
@@ -151,6 +152,7 @@ class Block:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.placement = placement
+        self.produced: object = None  # what the lane said when it was saved
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness
@@ -184,7 +186,9 @@ class Block:
         """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
         self._expect(State.LIVE)
         assert self._device is not None
-        self.copied, self.checksum = lane.copy_out(slot, self._device, checksum=checksum)
+        self.copied, self.checksum = lane.copy_out(
+            slot, self._device, self.produced, checksum=checksum
+        )
         self.slot = slot
         self._source_address = self._device.data_ptr()
         self.state = State.OFFLOADING

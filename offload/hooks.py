@@ -154,6 +154,7 @@ class Hooks:
                 SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
             )
         if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
+            self._tiers.saw(tensor.device)
             self._tiers.live.track(storage)
             return self._kept("policy", nbytes)
         if self._tiers.in_child:

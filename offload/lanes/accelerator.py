@@ -5,8 +5,9 @@ waits for the device here, except where it is about to touch bytes itself (rule 
 this free of races; each is one method.
 
 [Note: rule 1, copy-out waits for the producer]
-    The stream that copies out waits for what the packing thread's current stream has queued so far:
-    the operator that makes these bytes is among it.
+    The stream that copies out waits for what the packing stream had queued when the tensor was
+    saved: the operator that makes these bytes is among it. The copy may be queued much later, while
+    another stream is current.
 
 [Note: rule 2, the source outlives its copy]
     When a source is let go while its copy is still on its way, the producing stream first waits for
@@ -78,6 +79,13 @@ class _Copy:
             self._lane.orphans.append((self.mark, self.target))
 
 
+class _Produced(NamedTuple):
+    """A point in a packing stream's work: by then a saved tensor was computed."""
+
+    stream: torch.Stream
+    mark: Mark
+
+
 class _Side(NamedTuple):
     """The side streams of one device, and what their copies still use, oldest first."""
 
@@ -123,16 +131,24 @@ class AcceleratorLane:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
-    ) -> tuple[Fence, int | None]:
-        source, side = _bytes_of(storage), self._side(storage.device)
+    def saw(self, device: torch.device) -> None:
+        self._computing.add((device, torch.accelerator.current_stream(device).stream_id))
+
+    def produced(self, storage: torch.UntypedStorage) -> object:
+        source = _bytes_of(storage)
         producer = torch.accelerator.current_stream(storage.device)
         self._computing.add((storage.device, producer.stream_id))
         if self._several_compute(storage.device):
             self._hand_over(source)  # how the user's streams order each other is not seen here
         self._touches(producer, source, write=True, what="computing a saved tensor")
-        self._after_producer(side.out, producer)
+        return _Produced(producer, self.order.record(producer))
+
+    def copy_out(
+        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
+    ) -> tuple[Fence, int | None]:
+        assert isinstance(produced, _Produced)
+        source, side = _bytes_of(storage), self._side(storage.device)
+        self._after_producer(side.out, produced)
         start = self.order.record(side.out, timed=True)
         with side.out:
             self._host_tensor(slot).copy_(source, non_blocking=True)
@@ -141,7 +157,7 @@ class AcceleratorLane:
         copied = self.order.record(side.out, timed=True)
         self._hold(side.held_out, copied, slot)
         self._watch("copy_out", slot.nbytes, start, copied)
-        return _Copy(self, copied, producer), None
+        return _Copy(self, copied, produced.stream), None
 
     def let_go(
         self, storage: torch.UntypedStorage, copied: Fence, *, foreign: bool = False
@@ -223,9 +239,9 @@ class AcceleratorLane:
 
     # -- the rules --------------------------------------------------------------------------------
 
-    def _after_producer(self, out: torch.Stream, producer: torch.Stream) -> None:
+    def _after_producer(self, out: torch.Stream, produced: _Produced) -> None:
         """See [Note: rule 1, copy-out waits for the producer]."""
-        self.order.wait(out, self.order.record(producer))
+        self.order.wait(out, produced.mark)
 
     def _return_after(self, copied: _Copy, source: torch.Tensor) -> None:
         """See [Note: rule 2, the source outlives its copy]."""

@@ -39,11 +39,20 @@ class Lane(Protocol):
 
     host_is_device: bool  # the device's memory is host memory: it has no host tier of its own
 
+    def saw(self, device: torch.device) -> None:
+        """Something that stays was saved by the caller's stream, which therefore computes."""
+
+    def produced(self, storage: torch.UntypedStorage) -> object:
+        """``storage`` was saved just now by the caller's stream: where that stream is, for
+        ``copy_out``, which may be called much later and by another stream.
+        """
+
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
     ) -> tuple[Fence, int | None]:
-        """Start copying ``storage`` into ``slot``; returns its checksum as well, where it is asked
-        for and the bytes pass through the processor. ``storage`` is held until ``let_go``.
+        """Start copying ``storage`` into ``slot`` once it has been ``produced``; returns its
+        checksum as well, where it is asked for and the bytes pass through the processor.
+        ``storage`` is held until ``let_go``.
         """
 
     def let_go(

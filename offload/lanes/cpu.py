@@ -18,8 +18,14 @@ class CpuLane:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    def saw(self, device: torch.device) -> None:
+        pass
+
+    def produced(self, storage: torch.UntypedStorage) -> object:
+        return None
+
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, *, checksum: bool
+        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
     ) -> tuple[Fence, int | None]:
         return DONE, self._engine.copy(slot, storage, checksum=checksum)
 

@@ -113,6 +113,10 @@ class Tiers:
         self.host.close()
         self.common.engine.close()
 
+    def saw(self, device: torch.device) -> None:
+        """Note the stream that saves something which stays."""
+        self.common.lane.saw(device)
+
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block: it starts to leave when its turn comes."""
         self.outbound.admit(block, storage)

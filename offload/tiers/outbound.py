@@ -63,6 +63,7 @@ class Outbound:
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block."""
+        block.produced = self._common.lane.produced(storage)
         self._common.live.track(storage)
         self._common.sample()
         self.poll()

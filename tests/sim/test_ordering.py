@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.engines import Engine
 from offload.errors import OrderError
 from offload.lanes.accelerator import AcceleratorLane
+from offload.lanes.base import Fence
 from offload.lanes.order import CheckedOrder, Order
 from offload.plan import Placement
 
@@ -60,6 +61,11 @@ class Bench:
         """A tensor whose bytes the device is still about to compute."""
         return torch.full((NBYTES,), value - 1, dtype=torch.uint8, device=self.device).add_(1)
 
+    def copy_out(self, source: Tensor) -> tuple[Fence, int | None]:
+        """Save ``source`` and start copying it out at once."""
+        storage = source.untyped_storage()
+        return self.lane.copy_out(self.slot, storage, self.lane.produced(storage), checksum=False)
+
     def close(self) -> None:
         torch.accelerator.synchronize()
         del self.slot
@@ -71,7 +77,7 @@ class Bench:
 def out_and_back(bench: Bench) -> list[Tensor]:
     """Rules 1, 2, 4 and 5: a tensor leaves, others take its memory, and it comes back."""
     source = bench.compute(11)
-    fence, _ = bench.lane.copy_out(bench.slot, source.untyped_storage(), checksum=False)
+    fence, _ = bench.copy_out(source)
     bench.lane.let_go(source.untyped_storage(), fence)
     del source
     usurper = bench.compute(99)  # the source's memory
@@ -86,7 +92,7 @@ def out_and_back(bench: Bench) -> list[Tensor]:
 def back_on_another_stream(bench: Bench) -> list[Tensor]:
     """Rule 3: whoever calls the bytes back has not itself waited for the copy out."""
     source = bench.compute(11)
-    fence, _ = bench.lane.copy_out(bench.slot, source.untyped_storage(), checksum=False)
+    fence, _ = bench.copy_out(source)
     other = torch.Stream(device=bench.device)
     with other:
         storage, arrived = bench.lane.copy_in(bench.slot, fence, bench.device)
@@ -101,11 +107,11 @@ def back_on_another_stream(bench: Bench) -> list[Tensor]:
 def slot_used_again(bench: Bench) -> list[Tensor]:
     """Rule 6: the slot of a block that died goes to the next one."""
     first, second = bench.compute(11), bench.compute(22)
-    fence, _ = bench.lane.copy_out(bench.slot, first.untyped_storage(), checksum=False)
+    fence, _ = bench.copy_out(first)
     storage, arrived = bench.lane.copy_in(bench.slot, fence, bench.device)
     bench.slot = None
     bench.slot = bench.arena.allocate(NBYTES)  # the same memory if nobody holds it
-    later, _ = bench.lane.copy_out(bench.slot, second.untyped_storage(), checksum=False)
+    later, _ = bench.copy_out(second)
     bench.lane.before_use(storage, arrived)
     back = torch.empty(0, dtype=torch.uint8, device=bench.device).set_(storage).clone()
     for tensor, copied in ((first, fence), (second, later)):
@@ -116,7 +122,7 @@ def slot_used_again(bench: Bench) -> list[Tensor]:
 def read_by_the_host(bench: Bench) -> list[Tensor]:
     """Rule 7: what the disk is given."""
     source = bench.compute(11)
-    fence, _ = bench.lane.copy_out(bench.slot, source.untyped_storage(), checksum=False)
+    fence, _ = bench.copy_out(source)
     bench.lane.let_go(source.untyped_storage(), fence)
     bench.lane.host_reads(bench.slot, fence)
     simdev.host_access(bench.slot.address, NBYTES, is_write=False)
@@ -231,3 +237,26 @@ def test_a_session_without_the_rule(rule: int, options: dict[str, Any], tmp_path
     assert simdev.races() == []
     train(str(tmp_path), rule, Order(), **options)
     assert simdev.races() != []
+
+
+def test_foreign_memory_waits_for_its_readers_too(tmp_path) -> None:
+    """A batch of a loader's stream goes back to that stream while the packing stream has yet to
+    read it: the copy alone being done is not enough.
+    """
+    simdev.configure(scheduler=LATE)
+    bench = Bench(None, Order(), str(tmp_path))
+    main, loader = torch.accelerator.current_stream(), torch.Stream(device=bench.device)
+    with loader:
+        batch = bench.compute(11)
+    address = batch.data_ptr()
+    main.wait_stream(loader)
+    fence, _ = bench.copy_out(batch)
+    sums = batch.sum(dtype=torch.int64)  # queued, not run
+    bench.lane.let_go(batch.untyped_storage(), fence, foreign=True)
+    del batch
+    bench.lane._side(bench.device).out.synchronize()
+    with loader:
+        following = [bench.compute(99) for _ in range(3)]
+    assert address not in [tensor.data_ptr() for tensor in following]
+    assert sums.item() == 11 * NBYTES
+    bench.close()

@@ -337,31 +337,3 @@ def test_failed_copy(scheduler, direction, nth: int, name: str, tmp_path: Path) 
         with session.step():
             (got,) = torch.autograd.grad(chain(x, 8), x)
         assert torch.equal(expected, got)
-
-
-def test_source_that_belongs_to_another_stream(tmp_path: Path) -> None:
-    """Made on the main stream, saved on a side stream that alone has packed anything: its memory
-    returns to the main stream, which must not use it before it has been copied.
-    """
-    simdev.configure(
-        scheduler=simdev.Scheduler.THREADS, sleep_scale=1.0, copy_latency_ns=20_000_000
-    )
-    scale = torch.full((1024,), 2.0, device="sim").requires_grad_()
-    main, stream = torch.accelerator.current_stream(), torch.Stream(device="sim")
-    with session_on_sim(str(tmp_path), window_bytes=4096, host_budget=64 << 10) as session:
-        with session.step():
-            x, small = torch.ones(1024, device="sim"), torch.ones(1, device="sim")
-            stream.wait_stream(main)
-            with stream:
-                y = x * scale
-            main.wait_stream(stream)
-            del x
-            with stream:
-                z = small * scale  # saved through the window of one: the copy of x is settled
-            torch.full((1024,), 7.0, device="sim")  # on the memory of x
-            main.wait_stream(stream)
-            loss = (y + z).sum()
-            loss.backward()
-        del y, z
-        assert simdev.races() == []
-        assert torch.equal(scale.grad, torch.full((1024,), 2.0, device="sim"))
