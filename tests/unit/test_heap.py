@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+import weakref
 
 import numpy as np
+import pytest
 import torch
 
+import offload
 from offload.heap import Heap
 
 MiB = 1 << 20
@@ -15,6 +18,7 @@ MiB = 1 << 20
 # the process does not grow by them.
 GROW_AND_RELEASE = """
 import json, psutil, torch
+import offload
 from offload.heap import Heap
 MiB = 1 << 20
 resident = lambda: psutil.Process().memory_info().rss
@@ -57,6 +61,7 @@ def test_zero_never_trims():
 # The same heap, in a process of its own for the same reason: what stays, and what goes at once.
 RETIRE = """
 import json, psutil, torch
+import offload
 from offload.heap import Heap
 MiB = 1 << 20
 resident = lambda: psutil.Process().memory_info().rss
@@ -136,3 +141,40 @@ def test_few_storages_wait_for_their_owners():
     tensors.clear()
     heap.sweep()
     assert heap.returned_bytes < 9 * MiB
+
+
+@pytest.mark.parametrize("trim_bytes", [0, 1 << 40])
+def test_what_a_weak_reference_could_bring_back_is_untouched(trim_bytes: int):
+    """Another thread may bring it back to life at any moment, also while its pages are given up."""
+    heap = Heap(trim_bytes)
+    tensor = large()
+    own = weakref.ref(tensor.untyped_storage())  # as the account of live bytes holds one
+    others = weakref.ref(tensor.untyped_storage(), lambda _: None)
+    heap.retire(tensor.untyped_storage())
+    del tensor
+    heap.sweep()
+    assert heap.returned_bytes == 0
+    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(others()), large())
+    del others
+    heap.sweep()
+    assert heap.returned_bytes > MiB // 2
+    assert own() is None
+
+
+def test_sessions_that_share_a_storage_do_not_lose_it(tmp_path):
+    """Each knows it weakly and may serve it from memory: neither may give up its pages."""
+    options = {"disk_dir": tmp_path, "keep_last_bytes": 0, "trim_bytes": "1MiB", "device": "cpu"}
+    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    with offload.Session(**options) as first, offload.Session(**options) as second:
+        x = torch.full((1 << 20,), 2.0)
+        with first.step():
+            loss = (x * weights[0]).sum()
+        heap = second._tiers.common.heap
+        with second.step():
+            other = (x * weights[1]).sum()
+            del x
+            heap.sweep()
+            assert heap.returned_bytes == 0
+        loss.backward()
+        other.backward()
+    assert weights[0].grad.item() == weights[1].grad.item() == 2 << 20
