@@ -8,7 +8,7 @@ import attrs
 import torch
 from attrs import Attribute, Converter, field
 
-from offload.machine import available_memory_bytes, filesystem_of
+from offload.machine import available_memory_bytes, filesystem_of, total_memory_bytes
 from offload.units import format_bytes, parse_bytes
 
 MiB = 1 << 20
@@ -29,7 +29,9 @@ def _to_directory(value: str | os.PathLike[str] | None) -> str:
     given = value if value is not None else os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"disk_dir is {given!r} ({type(given).__name__}); give a path as text")
-    path = os.path.abspath(os.fspath(given))
+    if not os.fspath(given):
+        raise ValueError("disk_dir is empty; name a directory, or leave it out")
+    path = os.path.abspath(os.path.expanduser(os.fspath(given)))
     if not os.path.isdir(path):
         found = "is not a directory" if os.path.exists(path) else "does not exist"
         raise ValueError(
@@ -61,9 +63,11 @@ def _to_device(value: str | torch.device | None) -> torch.device:
     if value is None:
         accelerator = _accelerator()
         return accelerator if accelerator is not None else torch.device("cpu")
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"device is {value!r} ({type(value).__name__}); give a text like 'cuda:0'")
     try:
         device = torch.device(value)
-    except (RuntimeError, TypeError) as e:
+    except RuntimeError as e:
         raise ValueError(f"device is {value!r}, which torch does not know: {e}") from None
     if device.type == "cpu":
         return torch.device("cpu")
@@ -71,6 +75,9 @@ def _to_device(value: str | torch.device | None) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         has = f"{accelerator.type!r} and 'cpu'" if accelerator is not None else "'cpu' only"
         raise ValueError(f"device is {value!r}, but this machine and its torch have {has}")
+    count = torch.accelerator.device_count()
+    if device.index is not None and device.index >= count:
+        raise ValueError(f"device is {value!r}, but there are {count} devices, counted from 0")
     return device
 
 
@@ -178,6 +185,15 @@ class Config:
             raise ValueError(
                 f"host_budget is {format_bytes(self.host_budget)}, less than window_bytes of "
                 f"{format_bytes(self.window_bytes)}: lower window_bytes or raise host_budget"
+            )
+
+        memory_bytes = total_memory_bytes()
+        wanted_bytes = self.host_budget or self.window_bytes + self.prefetch_bytes
+        if wanted_bytes > memory_bytes:
+            named = "host_budget is" if self.host_budget else "window_bytes and prefetch_bytes are"
+            raise ValueError(
+                f"{named} {format_bytes(wanted_bytes)}, more than the {format_bytes(memory_bytes)} "
+                "of memory that this process may use"
             )
 
     def warnings(self) -> list[str]:

@@ -153,6 +153,8 @@ class Hooks:
             placement = self._policy(
                 SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
             )
+            if not isinstance(placement, Placement):
+                raise TypeError(f"the policy returned {placement!r}; return a Placement")
         if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
             self._tiers.saw(tensor.device)
             self._tiers.live.track(storage)

@@ -57,6 +57,10 @@ class Session:
     ) -> None:
         if config is not None and options:
             raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config is {config!r}; give a Config, or options by name")
+        if not callable(policy):
+            raise TypeError(f"policy is {policy!r}; give a function from SavedTensor to Placement")
         self.config = config if config is not None else Config(**options)
         self._warned = False
         self._finished: StepReport = StepReport.of([])
@@ -167,8 +171,12 @@ class Session:
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, exc: BaseException | None, tb: object) -> None:
+        try:
+            self.close()
+        except StateError:
+            if exc is None:
+                raise  # and otherwise what went wrong first is what is told
 
     def _begin(self, counters: Counters) -> None:
         with self._tiers.lock:

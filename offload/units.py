@@ -4,7 +4,8 @@ import re
 
 import humanfriendly
 
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE | re.ASCII)
+MAX_BYTES = 1 << 60
 
 
 def parse_bytes(value: int | str, name: str) -> int:
@@ -16,7 +17,7 @@ def parse_bytes(value: int | str, name: str) -> int:
 
     Raises:
         TypeError: ``value`` is neither an int nor a str.
-        ValueError: the text is no size, or the size is negative.
+        ValueError: the text is no size, or the size is negative or beyond ``MAX_BYTES``.
 
     Example:
         >>> parse_bytes("1.5MiB", "min_offload_bytes")
@@ -34,10 +35,14 @@ def parse_bytes(value: int | str, name: str) -> int:
             raise ValueError(
                 f"{name} is {value!r}, which is no size; write '64MiB', '8GiB' or 1048576"
             )
-        return int(humanfriendly.parse_size(value))
-    if value < 0:
+        nbytes = int(humanfriendly.parse_size(value))
+    else:
+        nbytes = value
+    if nbytes < 0:
         raise ValueError(f"{name} is {value}; a size cannot be negative")
-    return value
+    if nbytes > MAX_BYTES:
+        raise ValueError(f"{name} is {value!r}; no machine has more than {MAX_BYTES} bytes")
+    return nbytes
 
 
 def format_bytes(nbytes: int | float) -> str:

@@ -29,14 +29,11 @@ def open_engine(config: Config) -> Engine:
             "silence this"
         )
         name = "aio"
+    block_bytes = config.io_block_bytes // PAGE_BYTES * PAGE_BYTES  # direct I/O moves whole pages
     if name == "aio":
         from offload.engines.aio import AioEngine
 
-        return AioEngine(
-            config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes
-        )
+        return AioEngine(config.disk_dir, threads=config.io_threads, block_bytes=block_bytes)
     from offload.engines.native import NativeEngine
 
-    return NativeEngine(
-        config.disk_dir, threads=config.io_threads, block_bytes=config.io_block_bytes
-    )
+    return NativeEngine(config.disk_dir, threads=config.io_threads, block_bytes=block_bytes)

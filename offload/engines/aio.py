@@ -196,7 +196,6 @@ class AioEngine(Engine):
         self._fd = _scratch_file(directory)
         self._pid = os.getpid()
         self._inbox = _Inbox()
-        block_bytes = max(PAGE_BYTES, block_bytes // PAGE_BYTES * PAGE_BYTES)
         thread = threading.Thread(
             target=_run_workers,
             args=(self._inbox, self._fd, threads, block_bytes),

@@ -278,3 +278,8 @@ def test_processes_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is 'four'.*or give host_budget"):
         offload.Session(device="sim", disk_dir=tmp_path)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device is 'sim:7', but there are 1 devices"):
+        offload.Config(device="sim:7")

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+import offload
 from offload import Config
 from offload.units import format_bytes, format_seconds, parse_bytes
 
@@ -187,3 +188,77 @@ def test_printing() -> None:
         "90.00 s",
     ]
     assert parse_bytes(" 1 KiB ", "x") == 1024
+
+
+@pytest.mark.parametrize("name", [*SIZES, *OPTIONAL_SIZES])
+@pytest.mark.parametrize("value", [1 << 64, "2000PiB"])
+def test_sizes_beyond_any_machine(name: str, value: int | str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}; no machine"):
+        Config(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["window_bytes", "prefetch_bytes", "host_budget"])
+def test_sizes_beyond_this_machine(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.* more than the .*of memory that this process"):
+        Config(**{name: "1PiB"})
+
+
+@pytest.mark.parametrize("value", [b"cpu", True, 7, 1.5])
+def test_device_of_another_type(value: object) -> None:
+    with pytest.raises(TypeError, match=f"device is {re.escape(repr(value))}.*'cuda:0'"):
+        Config(device=value)
+
+
+def test_directory_that_is_empty_or_at_home(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="disk_dir is empty"):
+        Config(disk_dir="")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config(disk_dir="~").disk_dir == str(tmp_path)
+
+
+def test_digits_of_other_scripts() -> None:
+    with pytest.raises(ValueError, match="window_bytes is '٣MiB', which is no size"):
+        Config(window_bytes="٣MiB")
+
+
+@pytest.mark.parametrize("engine", ["native", "aio"])
+def test_io_blocks_are_whole_pages(engine: str, tmp_path: Path) -> None:
+    options = {"engine": engine, "disk_dir": tmp_path, "io_block_bytes": 5000}
+    options |= {"min_offload_bytes": 0, "keep_last_bytes": 0}
+    x = torch.linspace(0, 1, 1 << 14).requires_grad_()
+    with offload.Session(**options) as session, session.step():
+        x.sin().sin().sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("config", ["/tmp", {}])
+def test_session_of_something_else(config: object) -> None:
+    with pytest.raises(TypeError, match="give a Config, or options by name"):
+        offload.Session(config)
+
+
+@pytest.mark.parametrize("policy", [None, "disk", offload.Placement.DISK])
+def test_policy_that_is_no_function(policy: object) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"policy is {policy!r}; give a function")):
+        offload.Session(policy=policy)
+
+
+@pytest.mark.parametrize("answer", [None, "disk", "DISK"])
+def test_policy_that_does_not_answer(answer: object, tmp_path: Path) -> None:
+    x = torch.ones(1 << 12, requires_grad=True)
+    policy = lambda tensor: answer  # noqa: E731
+    with offload.Session(policy=policy, disk_dir=tmp_path, min_offload_bytes=0) as session:
+        refused = pytest.raises(TypeError, match=f"policy returned {answer!r}; return a Placement")
+        with refused, session.step():
+            x.sin()
+        with session.step():
+            pass
+
+
+def test_an_exception_is_not_hidden_by_an_open_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="mine"), offload.Session(disk_dir=tmp_path) as session:
+        step = session.step()
+        step.__enter__()
+        raise KeyError("mine")
+    step.__exit__(None, None, None)
+    session.close()
