@@ -90,16 +90,13 @@ class Heap:
         for _ in range(len(self._retired)):
             storage = self._retired.popleft()
             # Its owners in C++ (tensors, graphs) count as uses, those in Python as references: to
-            # the name here and to the argument. Whoever has a weak reference could bring it back
-            # to life meanwhile: another session, or the user. The one allowed is our own account's.
-            if (
-                torch._C._storage_Use_Count(storage._cdata) == 1
-                and sys.getrefcount(storage) == 2
-                and weakref.getweakrefcount(storage) <= 1
-            ):
-                self._return_pages(storage)
-            else:
+            # the name here and to the argument.
+            if torch._C._storage_Use_Count(storage._cdata) != 1 or sys.getrefcount(storage) != 2:
                 self._retired.append(storage)
+            # Whoever has a weak reference (another session, the user) could bring it back to life
+            # meanwhile: then it is only let go. The one that is allowed is our own account's.
+            elif weakref.getweakrefcount(storage) <= 1:
+                self._return_pages(storage)
         self._forget(keep)
 
     def released(self, nbytes: int) -> None:

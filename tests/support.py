@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -110,6 +111,25 @@ def drain(session: offload.Session) -> None:
         tiers.poll()
         assert not tiers.disk.writes
         assert not tiers.disk.reads
+
+
+def in_threads(*bodies: Callable[[], None]) -> None:
+    """Run ``bodies`` at once, each in a thread, and raise what the first of them raised."""
+    failed: list[BaseException] = []
+
+    def run(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What users do that nobody thought of."""
 
+import functools
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import offload
 from offload import Session
-from tests.support import assert_same, chain, drain, grads, net, rand
+from tests.support import assert_same, chain, drain, grads, in_threads, net, rand
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 1 << 16])
@@ -103,11 +104,7 @@ def test_threads_with_steps_that_begin_and_end_at_any_time(session: Session) -> 
         except BaseException as e:
             failures.append(e)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, seed) for seed in range(4)))
     assert failures == []
     assert session.report().steps == 32
 

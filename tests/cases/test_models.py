@@ -1,6 +1,7 @@
 """Whole models: what trains is what would have trained."""
 
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from offload import Session
-from tests.support import assert_same, grads, ints, net, rand
+from tests.support import assert_same, grads, in_threads, ints, net, rand
 
 
 def test_frozen_weights_stay(session: Session) -> None:
@@ -154,13 +155,7 @@ def test_threads_train_at_once(session: Session) -> None:
     for seed in range(workers):
         train(contextlib.nullcontext, expected, seed)
         expected[seed] = [g.clone() for g in expected[seed]]
-    threads = [
-        threading.Thread(target=train, args=(session.step, got, seed)) for seed in range(workers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(train, session.step, got, seed) for seed in range(workers)))
     for seed in range(workers):
         assert all(torch.equal(a, b) for a, b in zip(expected[seed], got[seed], strict=True))
 
@@ -179,11 +174,7 @@ def test_one_graph_differentiated_by_several_threads(session: Session) -> None:
     def backward():
         results.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
 
-    threads = [threading.Thread(target=backward) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[backward] * 4)
     assert len(results) == 4
     assert all(torch.equal(r, results[0]) for r in results)
 

@@ -1,6 +1,7 @@
 """Rules by module: what they move, and that nothing else can tell that they are there."""
 
 import contextlib
+import functools
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ from offload import Session
 from offload.recompute import Action
 from tests.conftest import Opener
 from tests.recompute.layers import ACTIONS, WIDTH, model, train
-from tests.support import assert_identical, grads, rand
+from tests.support import assert_identical, grads, in_threads, rand
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -204,9 +205,5 @@ def test_two_threads(session: Session) -> None:
 
     rules = {"blocks.0": "disk", "blocks.1": "keep", "blocks.2": "recompute", "*": "selective"}
     with session.apply(m, rules):
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(work, seed) for seed in range(2)))
     assert_identical(expected, got)

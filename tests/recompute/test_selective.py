@@ -1,7 +1,7 @@
 """Recomputing what is cheap: the same bits, fewer operations, and nothing kept that may leave."""
 
 import contextlib
-import threading
+import functools
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import offload
 from offload import Session
 from tests.conftest import Opener
 from tests.recompute.blocks import MODULES, WIDTH, Attention, run
-from tests.support import assert_identical, grads, net, rand
+from tests.support import assert_identical, grads, in_threads, net, rand
 
 aten = torch.ops.aten
 
@@ -200,11 +200,7 @@ def test_two_threads(session: Session) -> None:
     def work(seed: int) -> None:
         got[seed] = gradient(seed, session.step, 10)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, seed) for seed in range(2)))
     assert_identical(expected, got)
 
 

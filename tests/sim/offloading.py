@@ -1,12 +1,12 @@
 """The runtime on the simulated accelerator: three ways to set up its tiers, and what tests need."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import simdev
 import torch
+from torch import Tensor, nn
 
 import offload
 from offload.engines import Engine, Request, Slot, native_is_built
@@ -77,4 +77,19 @@ def session_on_sim(directory: str, **options: Any) -> Iterator[offload.Session]:
     assert simdev.stats().pinned.current_bytes == 0
 
 
-Context = Callable[[], AbstractContextManager[Any]]
+def train(model: nn.Module, device: str, step: Any, steps: int = 2) -> list[Tensor]:
+    """All gradients and losses of a few steps of AdamW over batches of (4, 16, 64), on the CPU."""
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        x = torch.randn(4, 16, 64, generator=generator).to(device)
+        with step():
+            loss = model(x).square().mean()
+            loss.backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [t.cpu() for t in found]

@@ -2,16 +2,17 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simdev
 import torch
-from offloading import CONFIGURATIONS, session_on_sim
+from offloading import CONFIGURATIONS, session_on_sim, train
 from torch import Tensor, nn
 
 from offload.recompute import Action
 from tests.support import assert_identical
+
+STEPS = 3
 
 
 class Block(nn.Module):
@@ -36,25 +37,10 @@ def model() -> nn.Module:
     return nn.Sequential(*(Block(in_place=i % 2 == 1) for i in range(4)))
 
 
-def train(model: nn.Module, device: str, step: Any, steps: int = 3) -> list[Tensor]:
-    """Losses and gradients of some steps, on the CPU."""
-    model = model.to(device)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(steps):
-        x = torch.randn(4, 16, 64, generator=generator).to(device)
-        with step():
-            loss = model(x).square().mean()
-            loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        model.zero_grad()
-    return [t.cpu() for t in found]
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[Tensor]:
     """What the CPU computes, without rules."""
-    return train(model(), "cpu", contextlib.nullcontext)
+    return train(model(), "cpu", contextlib.nullcontext, STEPS)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -64,7 +50,7 @@ def test_rules(scheduler, name, action, expected, tmp_path: Path) -> None:
     m = model()
     with session_on_sim(str(tmp_path), **CONFIGURATIONS[name]) as session:
         with session.apply(m, {"*": action}):
-            assert_identical(expected, train(m, "sim", session.step))
+            assert_identical(expected, train(m, "sim", session.step, STEPS))
         report = session.report()
     layer_bytes = 4 * 16 * 64 * 4
     saved = report.offloaded_bytes // layer_bytes - 3  # the loss saves them once in each step

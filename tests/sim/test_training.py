@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import simdev
 import torch
-from offloading import CONFIGURATIONS, session_on_sim
+from offloading import CONFIGURATIONS, session_on_sim, train
 from torch import Tensor, nn
 
 from offload.live import is_parameter_like
@@ -22,24 +22,6 @@ def transformer(width: int = 64, layers: int = 2) -> nn.Module:
         width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     )
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-def train(model: nn.Module, device: str, step: Any, steps: int = 2) -> list[Tensor]:
-    """All gradients and losses of a few steps of AdamW, on the CPU."""
-    model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(steps):
-        x = torch.randn(4, 16, 64, generator=generator).to(device)
-        with step():
-            loss = model(x).square().mean()
-            loss.backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [t.cpu() for t in found]
 
 
 @pytest.fixture(scope="module")

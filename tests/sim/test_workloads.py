@@ -3,7 +3,6 @@ accelerator: in each of its schedulers, in each configuration, with the order of
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,12 @@ from pathlib import Path
 import pytest
 import simdev
 import torch
-from offloading import CONFIGURATIONS, Context, session_on_sim
+from offloading import CONFIGURATIONS, session_on_sim
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.workloads import Llama, LlamaConfig, TrainableModel, UNet, VisionConfig
-from tests.support import assert_identical, chain, grads, net, rand
+from tests.support import Context, assert_identical, chain, grads, in_threads, net, rand
 
 LLAMA = LlamaConfig(
     layers=2, width=32, heads=4, kv_heads=2, hidden=64, length=32, rows=2, vocabulary=64
@@ -123,31 +122,12 @@ def accumulation(context: Context) -> list[Tensor]:
 # -- threads and streams ---------------------------------------------------------------------------
 
 
-def in_thread(*bodies: Callable[[], None]) -> None:
-    """Run ``bodies`` at once, each in a thread, and raise what the first of them raised."""
-    failed: list[BaseException] = []
-
-    def run(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as e:
-            failed.append(e)
-
-    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
 def backward_in_another_thread(context: Context) -> list[Tensor]:
     model = made(partial(net, width=WIDTH))
     for i in range(2):
         with context():
             loss = model(batch(i)).square().mean()
-            in_thread(loss.backward)
+            in_threads(loss.backward)
     return grads(model)
 
 
@@ -160,7 +140,7 @@ def two_threads(context: Context) -> list[Tensor]:
             with context():
                 models[k](batch(10 * k + i)).square().mean().backward()
 
-    in_thread(partial(train, 0), partial(train, 1))
+    in_threads(partial(train, 0), partial(train, 1))
     return grads(*models)
 
 

@@ -1,12 +1,13 @@
 """The ledger: hard limits, reservations that end with their object, one large item alone."""
 
+import functools
 import gc
-import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.budget import Budget, Reservation
+from tests.support import in_threads
 
 
 @given(
@@ -46,10 +47,6 @@ def test_a_reservation_in_a_dead_cycle_is_returned() -> None:
 def test_reservations_may_die_on_any_thread() -> None:
     budget = Budget(1000)
     held = [budget.reserve(1) for _ in range(1000)]
-    threads = [threading.Thread(target=held.__delitem__, args=(slice(0, 250),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(held.__delitem__, slice(0, 250)) for _ in range(4)))
     assert budget.used_bytes == 0
     assert isinstance(budget.reserve(1000), Reservation)

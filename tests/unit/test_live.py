@@ -1,7 +1,6 @@
 """Bytes of saved storages are counted once, for exactly as long as they live."""
 
 import gc
-import threading
 from functools import partial
 
 import pytest
@@ -14,6 +13,7 @@ import offload
 from offload.live import LiveBytes, LiveBytesMeter, is_parameter_like, storage_of
 from offload.measure import activation_meter
 from offload.workloads import preset
+from tests.support import in_threads
 
 KIB = 1024
 
@@ -107,11 +107,7 @@ class TestLiveBytes:
                 live.track(tensor.untyped_storage())
             kept.append(tensor)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[work] * 4)
         assert live.alive_bytes == 4 * KIB
         kept.clear()
         assert live.alive_bytes == 0
