@@ -17,14 +17,8 @@ disk and to *fetch* is to read it back; the *arena* is the host memory through w
 import torch._dynamo
 
 from offload.config import Config
-from offload.errors import (
-    ModifiedInPlaceError,
-    OffloadError,
-    OffloadWarning,
-    StateError,
-    StorageError,
-)
-from offload.plan import Placement, Policy, SavedTensor, offload_all
+from offload.errors import OffloadError, StorageError
+from offload.placement import Placement, SavedTensor
 from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session
@@ -36,18 +30,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
-    "ModifiedInPlaceError",
     "OffloadError",
-    "OffloadWarning",
     "Placement",
-    "Policy",
     "SavedTensor",
     "Session",
-    "StateError",
     "StepReport",
     "StorageError",
     "checkpoint",
     "checkpoint_sequential",
-    "offload_all",
     "selective",
 ]

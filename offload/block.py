@@ -36,7 +36,7 @@ from offload.engines import Request, Slot
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import DONE, Fence, Lane
 from offload.layout import TensorLayout, with_bits
-from offload.plan import Placement
+from offload.placement import Placement
 from offload.store import DiskStore, Extent
 
 

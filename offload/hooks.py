@@ -24,7 +24,7 @@ from offload.block import Block, Ticket, VersionWitness, modified_in_place
 from offload.config import Config
 from offload.layout import TensorLayout
 from offload.live import is_parameter_like
-from offload.plan import Placement, Policy, SavedTensor
+from offload.placement import Placement, Policy, SavedTensor
 from offload.prefetch import Prefetcher
 from offload.report import Counters
 from offload.tiers import Tiers

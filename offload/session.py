@@ -13,7 +13,7 @@ from offload.engines import Engine
 from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
 from offload.lanes import Lane
-from offload.plan import Policy, offload_all
+from offload.placement import Policy, offload_all
 from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.report import Counters, StepReport
 from offload.tiers import Tiers

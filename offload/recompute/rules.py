@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.plan import Placement
+from offload.placement import Placement
 from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective
 

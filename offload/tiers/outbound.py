@@ -18,7 +18,7 @@ import torch
 from offload.block import Block, State
 from offload.budget import Budget, Reservation
 from offload.engines import Slot
-from offload.plan import Placement
+from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from offload import ModifiedInPlaceError, Session
+from offload import Session
+from offload.errors import ModifiedInPlaceError
 from tests.support import assert_same
 
 

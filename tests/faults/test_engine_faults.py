@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import offload
-from offload import OffloadWarning, StorageError
 from offload.engines import Engine, open_engine
+from offload.errors import OffloadWarning, StorageError
 from tests.doubles import EngineWithoutRoom, FaultyEngine, LazyEngine
 from tests.support import chain, drain, rand
 

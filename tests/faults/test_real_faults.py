@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import offload
-from offload import OffloadWarning
+from offload.errors import OffloadWarning
 from tests.support import assert_identical, chain, drain, in_child, net, rand, scratch_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -255,7 +255,7 @@ def test_without_the_extension(tmp_path: Path) -> None:
             with offload.Session(**options) as session, session.step() as step:
                 (torch.ones(64, requires_grad=True) * 2).sin().sum().backward()
             assert step.report.offloaded_blocks == 1, step.report
-            assert [w.category for w in caught] == [offload.OffloadWarning], caught
+            assert [w.category for w in caught] == [offload.errors.OffloadWarning], caught
             assert "engine='aio' to silence" in str(caught[0].message), caught[0]
             offload.Session(engine="aio", **options).close()
             assert len(caught) == 1

@@ -286,7 +286,7 @@ def test_errors(open_session: Opener) -> None:
     with pytest.raises(ValueError, match="every"):
         every(0, "blocks.*")
     with session.apply(m, {"blocks.1": "keep"}):
-        with pytest.raises(offload.StateError, match=r"'blocks\.1' is ruled already"):
+        with pytest.raises(offload.errors.StateError, match=r"'blocks\.1' is ruled already"):
             session.apply(m, {"blocks.*": "disk"})
         with session.apply(m, {"blocks.0": "disk"}):  # another module may be
             pass

@@ -20,7 +20,7 @@ from offload.errors import OrderError
 from offload.lanes.accelerator import AcceleratorLane
 from offload.lanes.base import Fence
 from offload.lanes.order import CheckedOrder, Order
-from offload.plan import Placement
+from offload.placement import Placement
 
 NBYTES = 16 << 10
 RULES = {

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload import ModifiedInPlaceError, StateError
 from offload.block import Block, State, Ticket, VersionWitness
 from offload.engines import Engine, Slot
+from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import CpuLane
 from offload.layout import TensorLayout
-from offload.plan import Placement
+from offload.placement import Placement
 from offload.store import DiskStore
 from tests.conftest import wait_until
 from tests.doubles import FailedRequest, FaultyEngine

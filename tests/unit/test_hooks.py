@@ -11,7 +11,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import Session, StateError
+from offload import Session
+from offload.errors import StateError
 from tests.conftest import wait_until
 from tests.support import assert_same, chain, grads, in_child, net, rand, scratch_files
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "machine", "budget"},
     {"engines"},
     {"store", "lanes"},
-    {"block", "plan"},
+    {"block", "placement"},
     {"hooks", "prefetch", "recompute", "report", "tiers"},
     {"session"},
     {"measure"},

@@ -6,13 +6,13 @@ import warnings
 import pytest
 
 import offload
+from offload import errors
 
 
 def test_public_names() -> None:
     assert set(offload.__all__) == {
-        "Config", "ModifiedInPlaceError", "OffloadError", "OffloadWarning", "Placement", "Policy",
-        "SavedTensor", "Session", "StateError", "StepReport", "StorageError", "checkpoint",
-        "checkpoint_sequential", "offload_all", "selective",
+        "Config", "OffloadError", "Placement", "SavedTensor", "Session", "StepReport",
+        "StorageError", "checkpoint", "checkpoint_sequential", "selective",
     }  # fmt: skip
     assert all(hasattr(offload, name) for name in offload.__all__)
     assert len(offload.__all__) <= 15
@@ -20,9 +20,9 @@ def test_public_names() -> None:
 
 def test_tree_of_errors() -> None:
     assert issubclass(offload.OffloadError, RuntimeError)
-    for error in (offload.StorageError, offload.ModifiedInPlaceError, offload.StateError):
+    for error in (errors.StorageError, errors.ModifiedInPlaceError, errors.StateError):
         assert issubclass(error, offload.OffloadError)
-    assert issubclass(offload.OffloadWarning, UserWarning)
+    assert issubclass(errors.OffloadWarning, UserWarning)
     assert offload.StorageError("x", 28).errno == 28
     assert offload.StorageError("x").errno is None
 

@@ -151,5 +151,5 @@ def test_reasons_for_keeping(open_session, any_engine: str) -> None:
 
 
 def test_a_step_that_was_not_entered_has_no_report(session: offload.Session) -> None:
-    with pytest.raises(offload.StateError, match="enter it first"):
+    with pytest.raises(offload.errors.StateError, match="enter it first"):
         _ = session.step().report
