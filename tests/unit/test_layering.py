@@ -20,6 +20,7 @@ LAYERS = [
     {"session"},
     {"measure"},
     {"workloads"},
+    {"targets"},
     {"__main__", "__init__", "demo"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,144 @@
+"""Targets: the training step that a command is to run, from its name on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.workloads import PRESETS, preset
+
+__all__ = ["Step", "Target", "load_target", "target_of_workload"]
+
+Step = Callable[[], object]
+_FORMS = "module:function, script.py:function, or one of the workloads"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to train one step at a time.
+
+    Attributes:
+        name: what it is called in reports.
+        step: runs one forward and its backward; called again and again, in no session.
+        model: what ``step`` trains, if the target says: rules and plans need it.
+    """
+
+    name: str
+    step: Step
+    model: nn.Module | None = None
+
+
+def load_target(text: str, *, seed: int = 0) -> Target:
+    """The target that ``text`` names.
+
+    Args:
+        text: ``"package.module:function"`` or ``"path/to/script.py:function"``: the function is
+            called once, without arguments, and returns a step (a callable that runs one forward and
+            backward) or a pair ``(model, step)``. Or the name of a workload, see
+            ``offload.workloads``.
+        seed: of a workload's model and data.
+
+    Raises:
+        ValueError: nothing of that name, or it returned something else; the message says the fix.
+        Exception: whatever the named code raises itself.
+
+    Example:
+        >>> target = load_target("gpt-tiny")
+        >>> target.name, type(target.model).__name__
+        ('gpt-tiny', 'GPT')
+        >>> _ = target.step()
+    """
+    if text in PRESETS:
+        return target_of_workload(text, seed=seed)
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        near = get_close_matches(text, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f" ({', '.join(PRESETS)})"
+        raise ValueError(f"{text!r} is no target: give {_FORMS}{hint}")
+    module = _script(where) if where.endswith(".py") else _module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = get_close_matches(name, functions, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where!r} has no function {name!r}{hint}")
+    return _target(text, function())
+
+
+def target_of_workload(name: str, *, seed: int = 0) -> Target:
+    """The workload of this name on one batch of its data, gradients reset before every step.
+
+    Raises:
+        ValueError: there is no such workload.
+    """
+    workload = preset(name)
+    model = workload.build(seed)
+    (batch,) = workload.batches(1, seed)
+
+    def step() -> object:
+        model.zero_grad(set_to_none=True)
+        loss = workload.step(model, batch)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return Target(name, step, model)
+
+
+def _target(text: str, made: Any) -> Target:
+    if isinstance(made, tuple) and len(made) == 2:
+        model, step = made
+        if isinstance(model, nn.Module) and callable(step):
+            return Target(text, step, model)
+    elif callable(made) and not isinstance(made, nn.Module):
+        return Target(text, made)
+    raise ValueError(
+        f"{text!r} returned {_described(made)}; return a step, a function without arguments that "
+        "runs one forward and backward, or a pair (model, step)"
+    )
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
+    return f"a {type(made).__name__}" if made is not None else "None"
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as with "python -m"; a console script's path lacks it
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"there is no module {error.name!r} here or in the environment"
+            ) from None
+        raise
+    except (TypeError, ValueError) as error:  # ".relative", "a..b"
+        raise ValueError(f"{name!r} is no name of a module: {error}") from None
+
+
+def _script(path: str) -> ModuleType:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"there is no file {path!r}")
+    name = f"offload_target_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # as the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    # As for a script that is run: what lies beside it can be imported, and its classes pickled.
+    sys.path.insert(0, str(file.resolve().parent))
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
