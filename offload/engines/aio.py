@@ -321,11 +321,13 @@ async def _transfer(
     """All of ``data``: a system call may move less than it was asked to."""
     done = 0
     while done < len(data):
-        piece = data[done : done + block_bytes]
-        if write:
-            n = await _pwrite(fd, piece, offset + done)
-        else:
-            n = await _preadv(fd, [piece], offset + done)
+        # Released here: the pool's thread holds its arguments for a moment after it is done, and
+        # with them the slot would not be free yet for whoever waits for this transfer.
+        with data[done : done + block_bytes] as piece:
+            if write:
+                n = await _pwrite(fd, piece, offset + done)
+            else:
+                n = await _preadv(fd, [piece], offset + done)
         if n == 0:
             raise OSError(errno.EIO, f"end of file at {offset + done}")
         done += n
