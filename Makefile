@@ -33,8 +33,8 @@ test: $(STAMP)  ## Run the tests, C++ and Python
 	$(MAKE) -C tests/native plain
 	@$(PYTHON) -c "import torch, offload._native" || \
 	  { echo "the native engine is not built: see the compiler's output of 'make setup'"; exit 1; }
-	$(PYTHON) -m pytest
-	$(PYTHON) -m pytest tests/sim
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) tests/sim
 
 check: $(STAMP)  ## Lint, formats and types, Python and C++
 	$(VENV)/bin/ruff check .
