@@ -8,7 +8,12 @@ import attrs
 import torch
 from attrs import Attribute, Converter, field
 
-from offload.machine import available_memory_bytes, filesystem_of, total_memory_bytes
+from offload.machine import (
+    available_memory_bytes,
+    filesystem_of,
+    has_huge_page_tensors,
+    total_memory_bytes,
+)
 from offload.units import format_bytes, parse_bytes
 
 MiB = 1 << 20
@@ -126,7 +131,9 @@ class Config:
         trim_bytes: 0: memory of what has left the CPU's memory is offered to the system, which
             takes it when it runs short. More: it is returned at once, and all that the C library
             keeps free whenever the process has grown by this much; the process looks as small as
-            it is, at the price of a page fault for every page that is used again.
+            it is, at the price of a page fault for every page that is used again. ``None``: 96 MiB
+            where that price is low because torch makes its tensors of huge pages
+            (``THP_MEM_ALLOC_ENABLE=1`` in the environment), else 0.
         verify: check a CRC of every block that comes back from the disk.
         on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
             goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
@@ -154,7 +161,7 @@ class Config:
     window_bytes: int = _size(32 * MiB)
     prefetch_bytes: int = _size(48 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
-    trim_bytes: int = _size(0)
+    trim_bytes: int | None = _size(None)
     verify: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=2)
@@ -169,6 +176,15 @@ class Config:
         if self.device.type == "cpu":
             return windows_bytes
         return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
+
+    @property
+    def heap_trim_bytes(self) -> int:
+        """Growth of the process that is let pass before it is trimmed: ``trim_bytes`` or its
+        default.
+        """
+        if self.trim_bytes is not None:
+            return self.trim_bytes
+        return 96 * MiB if has_huge_page_tensors() else 0
 
     @io_threads.validator
     def _check_io_threads(self, _: object, value: int) -> None:

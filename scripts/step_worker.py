@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ MODES = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
     "torch_save": "a hook that calls torch.save and torch.load above 1 MiB",
     "offload": "offload.Session",
-    "offload+trim": "offload.Session(trim_bytes='96MiB'), torch's tensors in huge pages",
+    "offload+trim": "offload.Session with THP_MEM_ALLOC_ENABLE=1, which makes it trim the process",
     "offload+checkpoint": "offload.Session over torch.utils.checkpoint",
     "offload+selective": "offload.Session, and offload.selective around every block",
 }
@@ -166,7 +166,6 @@ def measure(task: Task) -> dict[str, Any]:
     """The figures of one mode; times in seconds, sizes in bytes, one entry per timed step."""
     if task.mode == "offload+trim":  # torch looks when it makes its first tensor
         os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
-        task = replace(task, session={"trim_bytes": "96MiB", **task.session})
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     workload = preset(task.workload)

@@ -19,7 +19,7 @@ class Common:
         self.engine = engine
         self.lane = lane
         self.host = host
-        self.heap = Heap(config.trim_bytes if lane.host_is_device else 0)
+        self.heap = Heap(config.heap_trim_bytes if lane.host_is_device else 0)
         self.trace = Trace()
         self.live = LiveBytes()
         self.counters = Counters()
