@@ -135,6 +135,9 @@ class Config:
             where that price is low because torch makes its tensors of huge pages
             (``THP_MEM_ALLOC_ENABLE=1`` in the environment), else 0.
         verify: check a CRC of every block that comes back from the disk.
+        verify_recompute: compare every value that rules and ``offload.checkpoint`` recompute in the
+            session's steps with what the forward had; ``Session.recompute_report`` tells. To find
+            out why gradients differ: the values of the forward wait on the tiers as well.
         on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
             goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
             ``StorageError`` at its end.
@@ -163,6 +166,7 @@ class Config:
     keep_last_bytes: int = _size(16 * MiB)
     trim_bytes: int | None = _size(None)
     verify: bool = field(default=False, validator=_one_of(True, False))
+    verify_recompute: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=2)
     io_block_bytes: int = _size(8 * MiB)

@@ -14,7 +14,9 @@ from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
 from offload.lanes import Lane
 from offload.placement import Policy, offload_all
+from offload.recompute.drift import RecomputeReport
 from offload.recompute.rules import Applied, Rules, apply_rules
+from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.tiers import Tiers
 
@@ -69,6 +71,7 @@ class Session:
         self._open_steps = 0  # in all threads
         self._tiers = Tiers(self.config, _engine, _lane)
         self._hooks = Hooks(self.config, policy, self._tiers)
+        self._verifier = Verifier() if self.config.verify_recompute else None
         self._closed = False
         for message in self.config.warnings():
             warn_user(message)
@@ -125,6 +128,18 @@ class Session:
                 self._tiers.poll()  # what has ended since the last step
         newest = [] if self._counters is None else [StepReport.of([self._counters])]
         return StepReport.summed([self._finished, *newest])
+
+    def recompute_report(self) -> RecomputeReport:
+        """How far recomputed values were from those of the forward, in all steps so far.
+
+        Raises:
+            StateError: the session was opened without ``verify_recompute``.
+        """
+        if self._verifier is None:
+            raise StateError(
+                "recomputed values were not compared: open the session with verify_recompute=True"
+            )
+        return self._verifier.report()
 
     @property
     def held_bytes(self) -> int:
@@ -241,6 +256,8 @@ class Step:
         self._pair = self._session._hooks.pair(_top_hooks(False))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
         self._hooks.__enter__()
+        if self._session._verifier is not None:
+            self._session._verifier.__enter__()
         return self
 
     def __exit__(
@@ -265,5 +282,7 @@ class Step:
         self._hooks.__exit__(exc_type, exc, tb)
         self._session._running.counters = None
         error = self._session._end(self._counters)
+        if self._session._verifier is not None:
+            self._session._verifier.__exit__(exc_type, exc, tb)
         if error is not None and self._session.config.on_error == "raise" and exc is None:
             raise error

@@ -8,20 +8,28 @@
     selective.py    regions of which only the cheap operations are computed again
     cells.py        the results of the others
     rules.py        which modules of a model are recomputed, selective, or offloaded
+    verify.py       whether what is recomputed is what the forward had
+    drift.py        how far it is from that
+    callers.py      in which modules an operation runs
 
 Nothing here knows of sessions: inputs meet whatever saved-tensor hooks are active.
 """
 
 from offload.recompute.checkpoint import checkpoint
+from offload.recompute.drift import ModuleDrift, RecomputeReport
 from offload.recompute.rules import Action, Applied, every
 from offload.recompute.schedule import Schedule
 from offload.recompute.selective import selective
 from offload.recompute.sequential import checkpoint_sequential
+from offload.recompute.verify import Verifier
 
 __all__ = [
     "Action",
     "Applied",
+    "ModuleDrift",
+    "RecomputeReport",
     "Schedule",
+    "Verifier",
     "checkpoint",
     "checkpoint_sequential",
     "every",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch.utils.checkpoint as torch_checkpoint
 
 from offload.recompute.regions import Region
+from offload.recompute.verify import current_verifier
 
 __all__ = ["ContextFn", "checkpoint"]
 
@@ -93,6 +95,9 @@ def checkpoint(
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=True)"
         )
     region = Region(function, args, kwargs)
+    verifier = current_verifier()
+    if verifier is not None and not debug:  # which takes no context_fn
+        context_fn = functools.partial(verifier.contexts, region, context_fn)
     result: T = torch_checkpoint.checkpoint(
         region,
         *region.boundaries(),

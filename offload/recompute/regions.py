@@ -85,6 +85,11 @@ class Region(Generic[T]):
                 self._kept[leaf] = None
         return found
 
+    @property
+    def name(self) -> str:
+        """Of its function."""
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
+
     def __call__(self, *boundaries: Tensor) -> T:
         """The function's result."""
         if self._fresh is not None:
@@ -97,10 +102,12 @@ class Region(Generic[T]):
         if self._spec is not None:
             leaves = self._spec.unflatten(leaves)
         named = dict(zip(self._names, leaves[self._positional :], strict=True))
-        with statistics_kept(self._modules()):
+        with statistics_kept(self.modules):
             return self._function(*leaves[: self._positional], **named)
 
-    def _modules(self) -> list[nn.Module]:
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that it calls, as far as its function and its inputs tell."""
         function = self._function
         parts = function.functions if isinstance(function, Chain) else [function]
         passed = [value for value in self._kept if isinstance(value, nn.Module)]

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["modules_of", "statistics_kept"]
+__all__ = ["is_statistic", "modules_of", "statistics_kept"]
 
 # A model is walked through once, not for every recomputation of each of its blocks.
 _norms_of: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[_NormBase]]] = (
@@ -60,12 +61,18 @@ def statistics_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         for norm in _norms(modules):
             if norm not in swapped and norm.training and norm.track_running_stats:
                 swapped[norm] = dict(norm._buffers)
-                for name, buffer in swapped[norm].items():
-                    norm._buffers[name] = None if buffer is None else buffer.detach().clone()
+                with _disable_current_modes():  # the forward made no copies: they are not its doing
+                    for name, buffer in swapped[norm].items():
+                        norm._buffers[name] = None if buffer is None else buffer.detach().clone()
         yield
     finally:
         for norm, buffers in swapped.items():
             norm._buffers.update(buffers)
+
+
+def is_statistic(value: object, modules: Iterable[nn.Module]) -> bool:
+    """Whether it is a buffer that a normalisation among ``modules`` moves."""
+    return any(value is buffer for norm in _norms(modules) for buffer in norm._buffers.values())
 
 
 def _norms(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
