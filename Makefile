@@ -23,7 +23,7 @@ setup: $(STAMP)  ## Make the virtual environment with the package and its tools
 $(STAMP): setup.cfg setup.py pyproject.toml $(CPP)
 	test -x $(PYTHON) || $(PYTHON3) -m venv $(VENV)
 	$(PIP) install $(TORCH)
-	$(PIP) install --editable ".[test,plot,planner,dev]"
+	$(PIP) install --editable ".[test,plot,planner,integrations,dev]"
 	touch $@
 
 demo: $(STAMP)  ## Train a model plain and offloaded, and compare every bit

@@ -51,6 +51,10 @@ def _one_thread() -> None:
 
         source, target = torch.zeros(1 << 23, dtype=torch.uint8), torch.zeros(1 << 23)
         _native.copy(target.data_ptr(), source.data_ptr(), 1 << 23)  # its helpers stay for good
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # where it is there torch shows bars, and a thread of theirs
     gc.collect()
     gc.freeze()  # all that was imported: the collections below then take no time
 

@@ -149,9 +149,9 @@ def _warning(report: RecomputeReport) -> str:
     return (
         f"a recomputation gave other values than its forward, first in {first.module} "
         f"({first.operation}): largest difference {first.max_abs:.3g}, {first.max_rel:.3g} of the "
-        f"largest value; {len(drifts)} of {len(report.modules)} modules differ. Gradients are not "
-        "those of the loss. Let it draw from torch's default generators, which are put back, and "
-        "change no state in its forward; or do not recompute it"
+        f"largest value; {len(drifts)} of {len(report.modules)} modules differ. Gradients may be "
+        "wrong. Let it draw from torch's default generators, which are put back, and change no "
+        "state in its forward (a cache, a counter); or do not recompute it"
     )
 
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"block", "placement"},
     {"hooks", "prefetch", "recompute", "report", "tiers"},
     {"session"},
-    {"measure"},
+    {"integrations", "measure"},
     {"workloads"},
     {"targets"},
     {"__main__", "__init__", "demo"},
