@@ -102,6 +102,11 @@ class Session:
         that an inner placement has no effect there; an inner recomputation is a checkpoint within a
         checkpoint, which computes once more. Recomputation takes place outside steps as well.
 
+        Compile the modules that are ruled, or what is inside them, by ``module.compile()`` or
+        ``torch.compile``: their code stays as it is, without a break. If a module around them is
+        compiled, its graph ends before each of them and begins again behind it, and what is
+        recomputed is not compiled.
+
         Raises:
             ValueError: a rule matches no module, or an action is not known.
             TypeError: a rule has another form, or a module is a ``ScriptModule``.

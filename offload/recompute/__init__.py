@@ -8,6 +8,7 @@
     selective.py    regions of which only the cheap operations are computed again
     cells.py        the results of the others
     rules.py        which modules of a model are recomputed, selective, or offloaded
+    selectors.py    how a rule says which
     verify.py       whether what is recomputed is what the forward had
     drift.py        how far it is from that
     callers.py      in which modules an operation runs
@@ -17,9 +18,10 @@ Nothing here knows of sessions: inputs meet whatever saved-tensor hooks are acti
 
 from offload.recompute.checkpoint import checkpoint
 from offload.recompute.drift import ModuleDrift, RecomputeReport
-from offload.recompute.rules import Action, Applied, every
+from offload.recompute.rules import Action, Applied
 from offload.recompute.schedule import Schedule
 from offload.recompute.selective import selective
+from offload.recompute.selectors import every
 from offload.recompute.sequential import checkpoint_sequential
 from offload.recompute.verify import Verifier
 

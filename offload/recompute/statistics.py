@@ -27,7 +27,8 @@ _norms_of: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[_NormBase]]] = 
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that ``function`` is, belongs to, or mentions in its own code.
+    """The modules that ``function`` is, belongs to, or mentions in its own code, if only by one of
+    their methods.
 
     Example:
         >>> from torch import nn
@@ -50,7 +51,8 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: not assigned yet
                 mentioned.append(cell.cell_contents)
-    return [value for value in mentioned if isinstance(value, nn.Module)]
+    owners = (v.__self__ if isinstance(v, MethodType) else v for v in mentioned)
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
 @contextlib.contextmanager

@@ -207,3 +207,20 @@ def test_two_threads(session: Session) -> None:
     with session.apply(m, rules):
         in_threads(*(functools.partial(work, seed) for seed in range(2)))
     assert_identical(expected, got)
+
+
+def test_forward_of_its_own_around_the_module(open_session) -> None:
+    """As libraries put it there: whatever it is made of, statistics of the module move once."""
+    states = []
+    for ruled in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        holder = {"plain": module.forward}
+        module.forward = lambda x, holder=holder: holder["plain"](x)
+        rules = (
+            open_session().apply(module, {"": "recompute"}) if ruled else contextlib.nullcontext()
+        )
+        with rules:
+            module(rand(8, 4).requires_grad_()).sum().backward()
+        states.append([*grads(module), *module.buffers()])
+    assert_identical(*states)

@@ -172,6 +172,8 @@ def test_modules_are_found_where_a_function_mentions_them() -> None:
     assert modules_of(layer) == [layer]
     assert modules_of(layer.forward) == [layer]
     assert modules_of(lambda h: other(layer(h))) == [layer, other]
+    forward = layer.forward
+    assert modules_of(lambda h: forward(h)) == [layer]
     assert modules_of(lambda h, by_default=layer: by_default(h)) == [layer]
     assert modules_of(lambda h, *, named=layer: named(h)) == [layer]
     assert modules_of(torch.sin) == []
