@@ -96,7 +96,7 @@ def checkpoint(
         )
     region = Region(function, args, kwargs)
     verifier = current_verifier()
-    if verifier is not None and not debug:  # which takes no context_fn
+    if verifier is not None and not _is_debugged(debug):  # which takes no context_fn
         context_fn = functools.partial(verifier.contexts, region, context_fn)
     result: T = torch_checkpoint.checkpoint(
         region,
@@ -110,6 +110,12 @@ def checkpoint(
         **_NEWER_OPTIONS,
     )
     return result
+
+
+def _is_debugged(debug: bool) -> bool:
+    """What ``set_checkpoint_debug_enabled`` says counts more than what a caller says."""
+    for_all: bool | None = getattr(torch_checkpoint, "_checkpoint_debug_enabled", None)
+    return debug if for_all is None else for_all
 
 
 # From torch 2.14 on it must be said whether what a selective policy keeps goes through the hooks.

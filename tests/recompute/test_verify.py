@@ -343,14 +343,6 @@ def test_off_is_off(open_session) -> None:
         open_session(verify_recompute="yes")
 
 
-def test_debug_is_left_alone() -> None:
-    """It takes no contexts."""
-    x = rand(3).requires_grad_()
-    with Verifier() as verifier, torch.utils.checkpoint.set_checkpoint_debug_enabled(False):
-        offload.checkpoint(torch.sin, x, debug=False).sum().backward()
-    assert verifier.report().regions == 1
-
-
 def test_difference() -> None:
     nan = float("nan")
     for a, b, expected in (
