@@ -5,11 +5,15 @@ the forward and the backward. Nothing here imports a framework before it is used
 
 Hugging Face::
 
+    from offload.integrations.transformers import run_in_steps
+
     trainer = Trainer(model, args, train_dataset=dataset)
     with offload.Session() as session, run_in_steps(trainer, session):
         trainer.train()
 
 Lightning::
+
+    from offload.integrations.lightning import step_callback
 
     with offload.Session() as session:
         trainer = Trainer(max_epochs=1, callbacks=[step_callback(session)])

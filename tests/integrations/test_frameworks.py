@@ -348,7 +348,7 @@ def test_code_of_the_documentation(monkeypatch, tmp_path_factory) -> None:
     monkeypatch.setenv("OFFLOAD_DIR", str(tmp_path_factory.mktemp("scratch")))
 
     hugging = hf_trainer(tmp_path_factory.mktemp("trainer"))
-    names = {"offload": offload, "run_in_steps": run_in_steps, "dataset": hugging.train_dataset}
+    names = {"offload": offload, "dataset": hugging.train_dataset}
     names |= {"Trainer": transformers.Trainer, "model": make(llama), "args": hugging.args}
     exec(code["Hugging Face"], names)
     assert names["session"].report().steps == 4
@@ -356,7 +356,7 @@ def test_code_of_the_documentation(monkeypatch, tmp_path_factory) -> None:
     loader = torch.utils.data.DataLoader([tokens(i) for i in range(2)], batch_size=None)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
              "enable_model_summary": False, "accelerator": "cpu"}  # fmt: skip
-    names = {"offload": offload, "step_callback": step_callback, "loader": loader}
+    names = {"offload": offload, "loader": loader}
     names |= {"Trainer": lambda **given: lightning.Trainer(**given, **quiet), "module": Module()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(many workers|LeafSpec|litlogger|in eval mode).*")
