@@ -9,6 +9,7 @@ import torch
 from offloading import CONFIGURATIONS, session_on_sim, train
 from torch import Tensor, nn
 
+from offload.errors import OffloadWarning
 from offload.recompute import Action
 from tests.support import assert_identical
 
@@ -61,4 +62,33 @@ def test_rules(scheduler, name, action, expected, tmp_path: Path) -> None:
         assert saved == (0 if action == "recompute" else 3 * 4)
     if action.endswith("disk"):
         assert report.written_bytes > 0
+    assert simdev.races() == []
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.generator).to(x.device)
+
+
+@pytest.mark.parametrize("action", ["recompute+disk", "selective"])
+def test_verified(scheduler, action: str, expected, tmp_path: Path) -> None:
+    """A thread of autograd's compares; what differs is named, without a race."""
+    m = model()
+    options = {**CONFIGURATIONS[next(iter(CONFIGURATIONS))], "verify_recompute": True}
+    with session_on_sim(str(tmp_path), **options) as session:
+        with session.apply(m, {"*": action}):
+            assert_identical(expected, train(m, "sim", session.step, STEPS))
+        report = session.recompute_report()
+        assert report.recomputations == 4 * STEPS
+        assert not report.drifted, str(report)
+        m[2].norm = Noisy()
+        with session.apply(m, {"*": action}), pytest.warns(OffloadWarning, match="first in Sequ"):
+            train(m, "sim", session.step, 1)
+    assert session.recompute_report().first == "Sequential.2.norm"
     assert simdev.races() == []
