@@ -38,6 +38,7 @@ from offload.lanes import DONE, Fence, Lane
 from offload.layout import TensorLayout, with_bits
 from offload.placement import Placement
 from offload.store import DiskStore, Extent
+from offload.trace import Subject
 
 
 class State(Enum):
@@ -134,6 +135,7 @@ class Block:
         "foreign",
         "generation",
         "id",
+        "module",
         "nbytes",
         "placement",
         "produced",
@@ -153,6 +155,7 @@ class Block:
         self.device = storage.device
         self.placement = placement
         self.produced: object = None  # what the lane said when it was saved
+        self.module = ""  # that saved it, where modules are watched
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness
@@ -175,6 +178,15 @@ class Block:
         self._origin = _weak(storage)
         self._device_ref = self._origin
 
+    def about(self, ticket: Ticket | None = None) -> Subject:
+        """What an event of this block is about; with the ticket that backward asks for now, also
+        which operator of backward and which tensor.
+        """
+        if ticket is None:
+            return Subject(self.id, self.module)
+        node = torch._C._current_autograd_node()
+        return Subject(self.id, self.module, node.name() if node is not None else "", ticket.layout)
+
     # -- out --------------------------------------------------------------------------------------
 
     def intact(self) -> bool:
@@ -187,7 +199,7 @@ class Block:
         self._expect(State.LIVE)
         assert self._device is not None
         self.copied, self.checksum = lane.copy_out(
-            slot, self._device, self.produced, checksum=checksum
+            slot, self._device, self.produced, checksum=checksum, about=self.about()
         )
         self.slot = slot
         self._source_address = self._device.data_ptr()
@@ -279,7 +291,9 @@ class Block:
         """Make a device copy of the host bytes. The state stays: it names the copy that lasts."""
         self._expect(State.HOST, State.SPILLING)
         assert self.slot is not None
-        self._device, self._arrived = lane.copy_in(self.slot, self.copied, self.device)
+        self._device, self._arrived = lane.copy_in(
+            self.slot, self.copied, self.device, self.about()
+        )
         self._device_ref = _weak(self._device)
         self.generation += 1
 
@@ -334,7 +348,7 @@ class Block:
         if self.state in (State.LIVE, State.OFFLOADING):
             return storage  # the original is the only copy, and autograd has ordered its streams
         if storage._cdata == self._device_ref.cdata != self._origin.cdata:
-            lane.before_use(storage, self._arrived)
+            lane.before_use(storage, self._arrived, lambda: self.about(ticket))
         self.tickets = [r for r in self.tickets if r() is not None]
         if all(t is None or t.served == self.generation for t in (r() for r in self.tickets)):
             self._device = None

@@ -27,6 +27,7 @@ from offload.live import is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor
 from offload.prefetch import Prefetcher
 from offload.report import Counters
+from offload.scopes import Scopes
 from offload.tiers import Tiers
 
 _graph_task_id = torch._C._current_graph_task_id
@@ -62,6 +63,8 @@ class Hooks:
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
         self._asked = _Asked()
+        self.scopes = Scopes(tiers.trace)
+        self._in_backward = False  # where the step has come to, as far as it was seen
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
         self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
@@ -74,6 +77,8 @@ class Hooks:
             self._counters = counters
             self._tiers.begin_step(counters)
             self._prefetcher.begin_step()
+            self._in_backward = False
+            self.scopes.forget()
 
     @property
     def live_blocks(self) -> int:
@@ -182,6 +187,8 @@ class Hooks:
     ) -> Ticket:
         witness = VersionWitness(tensor)
         with self._tiers.lock:
+            if self._in_backward:
+                self._come_to("forward")
             key = (storage._cdata, tensor._version)
             known = self._blocks.get(key)
             block = known if known is not None else Block(storage, witness, placement)
@@ -191,10 +198,17 @@ class Hooks:
             self._prefetcher.saved(ticket, self._asked.node)
             if known is None:
                 self._blocks[key] = block
+                if self.scopes.active:
+                    block.module = self.scopes.module
+                self._counters.saved_bytes += block.nbytes
                 self._tiers.admit(block, storage)
             else:
                 self._counters.deduplicated_bytes += block.nbytes
         return ticket
+
+    def _come_to(self, phase: str) -> None:
+        self._in_backward = phase == "backward"
+        self._tiers.mark(phase)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The saved tensor again. May be called on any thread, several times, or never."""
@@ -208,6 +222,8 @@ class Hooks:
         ticket: Ticket = packed
         ticket.witness.check(ticket.layout)
         with self._tiers.lock:
+            if not self._in_backward:
+                self._come_to("backward")
             self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
             return ticket.layout.view(self._tiers.take(ticket), ticket.witness.counter)

@@ -18,7 +18,10 @@ from offload.recompute.drift import RecomputeReport
 from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
+from offload.reporter import Reporter
+from offload.scopes import Watching
 from offload.tiers import Tiers
+from offload.trace import Trace, ranged
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -72,6 +75,7 @@ class Session:
         self._tiers = Tiers(self.config, _engine, _lane)
         self._hooks = Hooks(self.config, policy, self._tiers)
         self._verifier = Verifier() if self.config.verify_recompute else None
+        self._reporter = Reporter()
         self._closed = False
         for message in self.config.warnings():
             warn_user(message)
@@ -126,6 +130,55 @@ class Session:
         """
         return apply_rules(model, rules, self._hooks.placed)
 
+    def watch(self, model: torch.nn.Module) -> Watching:
+        """Know which module saved what, until ``remove()`` is called on the result or its context
+        is left: for ``StepReport.waits`` and the trace. Hooks on every module of ``model`` tell,
+        about a microsecond per forward of a module; without this call there are none.
+
+        Example:
+            >>> import torch, offload
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh())
+            >>> with offload.Session(min_offload_bytes=0, keep_last_bytes=0) as session:
+            ...     with session.watch(model), session.step():
+            ...         model(torch.randn(256, 64)).sum().backward()
+            ...     sorted({e.about.module for e in session.trace.events() if e.name == "spill"})
+            ['0', '1']
+        """
+        return self._hooks.scopes.watch(model)
+
+    @property
+    def trace(self) -> Trace:
+        """What happened lately: a bounded ring of events, always on."""
+        return self._tiers.trace
+
+    def log_every(self, steps: int, callback: Callable[[StepReport], object]) -> None:
+        """Call ``callback`` with the report of every so many steps, added up.
+
+        A step counts as finished when the next one begins, as its backward may come after its
+        block; ``close`` reports what is left. It is called on the thread that begins the step. A
+        callback that raises costs one warning and is not called again: training goes on.
+
+        Args:
+            steps: how many go into one report.
+            callback: what is done with it.
+
+        Raises:
+            ValueError: ``steps`` is below 1.
+            TypeError: ``callback`` cannot be called.
+
+        Example:
+            >>> import torch, offload
+            >>> logged = []
+            >>> with offload.Session() as session:
+            ...     session.log_every(2, lambda report: logged.append(report.scalars()))
+            ...     for _ in range(5):
+            ...         with session.step():
+            ...             pass
+            >>> [figures["offload/steps"] for figures in logged]
+            [2.0, 2.0, 1.0]
+        """
+        self._reporter.add(steps, callback)
+
     def report(self) -> StepReport:
         """The figures of all steps so far, added up."""
         with self._tiers.lock:
@@ -164,11 +217,23 @@ class Session:
             if self._open_steps:
                 raise StateError("the session cannot be closed while one of its steps is open")
             self._closed = True
+            newest = self._counters
             if not self._tiers.in_child:
                 self._tiers.drain()  # what is in flight holds its blocks
                 self._wait_for_autograd()
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
+        if self._reporter.is_open:
+            self._reporter.close(StepReport.of([] if newest is None else [newest]))
+
+    def _take_newest(self) -> StepReport | None:
+        """Count the newest step among the finished ones."""
+        if self._counters is None:
+            return None
+        newest = StepReport.of([self._counters])
+        self._finished = StepReport.summed([self._finished, newest])
+        self._counters = None
+        return newest
 
     def _wait_for_autograd(self) -> None:
         """On an accelerator a thread of autograd's runs backward, and lets go of its last graph
@@ -202,12 +267,12 @@ class Session:
         with self._tiers.lock:
             if self._closed:
                 raise StateError("the session is closed; open a new one")
-            if self._counters is not None:
-                newest = StepReport.of([self._counters])
-                self._finished = StepReport.summed([self._finished, newest])
+            counters.since_ns = self._counters.ended_ns if self._counters is not None else 0
+            newest = self._take_newest()
             self._counters = counters
             self._open_steps += 1
             self._hooks.begin_step(counters)
+        self._reporter.report(newest)
 
     def _end(self, counters: Counters) -> StorageError | None:
         """The step's first failure of the disk, if there was one."""
@@ -229,6 +294,7 @@ class Step:
         self._session = session
         self._counters: Counters | None = None
         self._outermost = False
+        self._range = ranged("offload::step")
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._pair: HookPair | None = None
         self._thread = 0
@@ -256,6 +322,7 @@ class Step:
             return self
         counters = Counters()
         self._session._begin(counters)
+        self._range.__enter__()
         self._outermost = True
         self._counters = self._session._running.counters = counters
         self._pair = self._session._hooks.pair(_top_hooks(False))
@@ -286,6 +353,7 @@ class Step:
             )
         self._hooks.__exit__(exc_type, exc, tb)
         self._session._running.counters = None
+        self._range.__exit__(exc_type, exc, tb)
         error = self._session._end(self._counters)
         if self._session._verifier is not None:
             self._session._verifier.__exit__(exc_type, exc, tb)

@@ -1,39 +1,121 @@
-"""Trace: what happened and when, in a bounded ring. Always on: a microsecond an event."""
+"""Trace: what happened and when, in a bounded ring. Always on: less than a microsecond an event.
 
+The lanes of a trace are where time goes:
+
+    offload, reload        between the device and host memory; on ``device="cpu"`` an offload is a
+                           copy that the thread that trains makes, and a reload is no copy at all
+    spill, fetch           between host memory and the disk
+    stall, backpressure    the computation waits: for bytes to come back, for room to send them out
+
+Beside them stand moments (``begin``, ``forward``, ``backward``, ``end`` of a step), the forwards of
+modules that are watched (``module``), and samples of the memory in use. What an accelerator does is
+timed by its own events, all else by the host's clock.
+"""
+
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+from torch.profiler import record_function
+
+from offload.layout import TensorLayout
+
 now_ns = time.perf_counter_ns
 CAPACITY = 1 << 16
+TRANSFERS = ("offload", "reload", "spill", "fetch")
+WAITS = ("stall", "backpressure")
+MOMENTS = ("begin", "forward", "backward", "end")
+
+
+class Subject(NamedTuple):
+    """What an event is about."""
+
+    block: int = -1  # its id; -1 for none
+    module: str = ""  # that saved it, where modules are watched
+    operator: str = ""  # of backward, that asked for it
+    tensor: TensorLayout | None = None
+
+
+NOTHING = Subject()
 
 
 class Event(NamedTuple):
-    """One thing that happened to one block. ``start_ns == end_ns`` for a moment."""
+    """One thing that happened, mostly to one block. ``start_ns == end_ns`` for a moment."""
 
     name: str
     block: int
     nbytes: int
     start_ns: int
     end_ns: int
+    about: Subject | None = None
+
+
+class Sample(NamedTuple):
+    """Bytes in use at one time."""
+
+    time_ns: int
+    live_bytes: int  # of saved storages that are in the device's memory
+    host_bytes: int  # of slots
+    disk_bytes: int  # of extents
 
 
 class Trace:
-    """The newest events, oldest first; older ones fall out."""
+    """The newest events and samples, oldest first; older ones fall out."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._ring: deque[Event] = deque(maxlen=capacity)
+        self._samples: deque[Sample] = deque(maxlen=capacity)
 
-    def emit(self, name: str, block: int, nbytes: int, start_ns: int = 0, end_ns: int = 0) -> None:
+    def emit(
+        self,
+        name: str,
+        block: int,
+        nbytes: int,
+        start_ns: int = 0,
+        end_ns: int = 0,
+        about: Subject | None = None,
+    ) -> None:
         """Add an event; without times it is a moment, now."""
         if not end_ns:
             start_ns = end_ns = now_ns()
-        self._ring.append(Event(name, block, nbytes, start_ns, end_ns))
+        self._ring.append(Event(name, block, nbytes, start_ns, end_ns, about))
+
+    def sample(self, live_bytes: int, host_bytes: int, disk_bytes: int) -> None:
+        """Add a sample of the memory in use now."""
+        self._samples.append(Sample(now_ns(), live_bytes, host_bytes, disk_bytes))
 
     def events(self) -> list[Event]:
         """A copy of what the ring holds."""
         return list(self._ring)
+
+    def samples(self) -> list[Sample]:
+        """A copy of the samples that are held."""
+        return list(self._samples)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._ring.clear()
+        self._samples.clear()
+
+
+_is_profiled = torch._C._autograd._profiler_enabled
+_NO_RANGE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def ranged(name: str) -> contextlib.AbstractContextManager[object]:
+    """A named range for ``torch.profiler``, and for Nsight under ``emit_nvtx``; next to nothing
+    while no profiler is active.
+
+    Example:
+        >>> with torch.profiler.profile() as profiler, ranged("offload::reload"):
+        ...     _ = torch.ones(3) + 1
+        >>> "offload::reload" in {e.key for e in profiler.key_averages()}
+        True
+    """
+    return record_function(name) if _is_profiled() else _NO_RANGE
 
 
 Interval = tuple[int, int]  # [start_ns, end_ns)

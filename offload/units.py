@@ -67,3 +67,17 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate in powers of ten, as makers of drives and links give theirs.
+
+    Example:
+        >>> format_rate(5.23e9)
+        '5.23 GB/s'
+        >>> format_rate(80e6)
+        '80 MB/s'
+    """
+    if bytes_per_s < 1e9:
+        return f"{bytes_per_s / 1e6:.3g} MB/s"
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -39,6 +39,7 @@ this free of races; each is one method.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,22 +47,24 @@ import torch
 from offload.engines import Engine, Slot
 from offload.lanes.base import Fence, Passage
 from offload.lanes.order import HOST, CheckedOrder, Mark, Order
-from offload.trace import now_ns
+from offload.trace import MOMENTS, NOTHING, Subject, now_ns
 
 
 class _Copy:
     """The fence of one copy."""
 
-    __slots__ = ("_lane", "mark", "stream", "target")
+    __slots__ = ("_lane", "about", "mark", "stream", "target")
 
     def __init__(
         self,
         lane: "AcceleratorLane",
         mark: Mark,
         stream: torch.Stream,
+        about: Subject,
         target: torch.Tensor | None = None,
     ) -> None:
         self._lane = lane
+        self.about = about
         self.mark = mark
         self.stream = stream  # that computed the source, or that the target was allocated for
         self.target = target  # of a copy-in, until somebody uses it
@@ -104,6 +107,7 @@ class _Watched(NamedTuple):
     nbytes: int
     start: Mark
     end: Mark
+    about: Subject
 
 
 _DEFAULT_STREAM = 0  # its stream_id on every kind of device
@@ -144,7 +148,13 @@ class AcceleratorLane:
         return _Produced(producer, self.order.record(producer))
 
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
+        self,
+        slot: Slot,
+        storage: torch.UntypedStorage,
+        produced: object,
+        *,
+        checksum: bool,
+        about: Subject = NOTHING,
     ) -> tuple[Fence, int | None]:
         assert isinstance(produced, _Produced)
         source, side = _bytes_of(storage), self._side(storage.device)
@@ -156,8 +166,8 @@ class AcceleratorLane:
         self._touches_slot(side.out, slot, write=True, what="copying out to a slot")
         copied = self.order.record(side.out, timed=True)
         self._hold(side.held_out, copied, slot)
-        self._watch("copy_out", slot.nbytes, start, copied)
-        return _Copy(self, copied, produced.stream), None
+        self._watch("offload", slot.nbytes, start, copied, about)
+        return _Copy(self, copied, produced.stream, about), None
 
     def let_go(
         self, storage: torch.UntypedStorage, copied: Fence, *, foreign: bool = False
@@ -165,7 +175,7 @@ class AcceleratorLane:
         assert isinstance(copied, _Copy)
         source = _bytes_of(storage)
         if not copied.done():
-            self._watch("backpressure", 0, self._ready(copied.stream), copied.mark)
+            self._watch("backpressure", 0, self._ready(copied.stream), copied.mark, copied.about)
             self._return_after(copied, source)
         self._touches(copied.stream, source, write=True, what="using its memory again")
         if foreign or self._several_compute(storage.device):
@@ -175,7 +185,7 @@ class AcceleratorLane:
     # -- back -------------------------------------------------------------------------------------
 
     def copy_in(
-        self, slot: Slot, copied: Fence, device: torch.device
+        self, slot: Slot, copied: Fence, device: torch.device, about: Subject = NOTHING
     ) -> tuple[torch.UntypedStorage, Fence]:
         side = self._side(device)
         current = torch.accelerator.current_stream(device)
@@ -190,14 +200,16 @@ class AcceleratorLane:
         self._touches(side.into, target, write=True, what="copying it in")
         arrived = self.order.record(side.into, timed=True)
         self._hold(side.held_in, arrived, slot)
-        self._watch("copy_in", slot.nbytes, start, arrived)
-        return target.untyped_storage(), _Copy(self, arrived, current, target)
+        self._watch("reload", slot.nbytes, start, arrived, about)
+        return target.untyped_storage(), _Copy(self, arrived, current, about, target)
 
-    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+    def before_use(
+        self, storage: torch.UntypedStorage, arrived: Fence, about: Callable[[], Subject] = Subject
+    ) -> None:
         assert isinstance(arrived, _Copy)
         consumer = torch.accelerator.current_stream(storage.device)
         if not arrived.done():
-            self._watch("stall", 0, self._ready(consumer), arrived.mark)
+            self._watch("stall", 0, self._ready(consumer), arrived.mark, about())
             self._before_use(consumer, arrived)
         arrived.target = None
         target = _bytes_of(storage)
@@ -216,6 +228,20 @@ class AcceleratorLane:
     def host_writes(self, slot: Slot) -> None:
         self._touches_slot(HOST, slot, write=True, what="writing a slot on the host")
 
+    def mark(self, moment: str, device: torch.device) -> bool:
+        index: int | None = device.index
+        if index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._side(device)  # its clock
+        here = self._ready(torch.accelerator.current_stream(device))
+        self._watch(moment, 0, here, here, NOTHING)
+        return True
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        sides = self._sides.values()
+        return sum(len(s.held_out) for s in sides), sum(len(s.held_in) for s in sides)
+
     def poll(self) -> list[Passage]:
         for side in self._sides.values():
             for held in (side.held_out, side.held_in):
@@ -228,7 +254,7 @@ class AcceleratorLane:
         ended = []
         while self._watched and self._have_passed(self._watched[0]):
             ended.append(self._passage(self._watched.popleft()))
-        return [p for p in ended if p.end_ns > p.start_ns]
+        return [p for p in ended if p.end_ns > p.start_ns or p.name in MOMENTS]
 
     def drain(self) -> None:
         for side in self._sides.values():
@@ -285,8 +311,8 @@ class AcceleratorLane:
     def _ready(self, stream: torch.Stream) -> Mark:
         return self.order.record(stream, timed=True)
 
-    def _watch(self, name: str, nbytes: int, start: Mark, end: Mark) -> None:
-        self._watched.append(_Watched(name, nbytes, start, end))
+    def _watch(self, name: str, nbytes: int, start: Mark, end: Mark, about: Subject) -> None:
+        self._watched.append(_Watched(name, nbytes, start, end, about))
 
     def _have_passed(self, watched: _Watched) -> bool:
         return self.order.done(watched.end) and self.order.done(watched.start)
@@ -297,7 +323,8 @@ class AcceleratorLane:
         def when_ns(mark: Mark) -> int:
             return side.origin_ns + int(1e6 * side.origin.event.elapsed_time(mark.event))
 
-        return Passage(watched.name, watched.nbytes, when_ns(watched.start), when_ns(watched.end))
+        start_ns, end_ns = when_ns(watched.start), when_ns(watched.end)
+        return Passage(watched.name, watched.nbytes, start_ns, end_ns, watched.about)
 
     # -- what the order is told --------------------------------------------------------------------
 

@@ -4,11 +4,13 @@ A lane decides nothing. It returns a ``Fence`` for every copy it started; the st
 above it see only this face.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.engines import Slot
+from offload.trace import NOTHING, Subject
 
 
 class Fence(Protocol):
@@ -28,10 +30,11 @@ class Passage(NamedTuple):
     other and about with the host's.
     """
 
-    name: str  # "copy_out", "copy_in", "stall" (for a copy in), "backpressure" (for a copy out)
+    name: str  # one of a trace's: "offload", "reload", "stall", "backpressure", or a moment
     nbytes: int  # of a copy
     start_ns: int
     end_ns: int
+    about: Subject
 
 
 class Lane(Protocol):
@@ -48,11 +51,17 @@ class Lane(Protocol):
         """
 
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
+        self,
+        slot: Slot,
+        storage: torch.UntypedStorage,
+        produced: object,
+        *,
+        checksum: bool,
+        about: Subject = NOTHING,
     ) -> tuple[Fence, int | None]:
         """Start copying ``storage`` into ``slot`` once it has been ``produced``; returns its
         checksum as well, where it is asked for and the bytes pass through the processor.
-        ``storage`` is held until ``let_go``.
+        ``storage`` is held until ``let_go``. ``about`` goes into the passages.
         """
 
     def let_go(
@@ -64,13 +73,15 @@ class Lane(Protocol):
         """
 
     def copy_in(
-        self, slot: Slot, copied: Fence, device: torch.device
+        self, slot: Slot, copied: Fence, device: torch.device, about: Subject = NOTHING
     ) -> tuple[torch.UntypedStorage, Fence]:
         """Start copying ``slot``, once it was ``copied`` to, to a new storage on ``device``."""
 
-    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+    def before_use(
+        self, storage: torch.UntypedStorage, arrived: Fence, about: Callable[[], Subject] = Subject
+    ) -> None:
         """The caller's next device work uses ``storage``: order it after the copy that brings it.
-        The host does not wait.
+        The host does not wait. ``about`` is only called if the device may have to.
         """
 
     def host_reads(self, slot: Slot, copied: Fence) -> None:
@@ -78,6 +89,15 @@ class Lane(Protocol):
 
     def host_writes(self, slot: Slot) -> None:
         """Host code is about to write ``slot``, which the caller has just allocated."""
+
+    def mark(self, moment: str, device: torch.device) -> bool:
+        """Let a passage tell when the caller's stream of ``device`` gets here; False where the
+        host's clock tells as well.
+        """
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """Copies out and copies in that have not completed, as of the last ``poll``."""
 
     def poll(self) -> list[Passage]:
         """Let go of the slots of copies that have completed. Never waits.

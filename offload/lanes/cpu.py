@@ -4,10 +4,13 @@ A copy out is a memory copy that is complete when it returns. A copy in is no co
 tensor aliases the slot.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from offload.engines import Engine, Slot
 from offload.lanes.base import DONE, Fence, Passage
+from offload.trace import NOTHING, Subject
 
 
 class CpuLane:
@@ -25,16 +28,24 @@ class CpuLane:
         return None
 
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
+        self,
+        slot: Slot,
+        storage: torch.UntypedStorage,
+        produced: object,
+        *,
+        checksum: bool,
+        about: Subject = NOTHING,
     ) -> tuple[Fence, int | None]:
         return DONE, self._engine.copy(slot, storage, checksum=checksum)
 
     def copy_in(
-        self, slot: Slot, copied: Fence, device: torch.device
+        self, slot: Slot, copied: Fence, device: torch.device, about: Subject = NOTHING
     ) -> tuple[torch.UntypedStorage, Fence]:
         return self._engine.alias(slot), DONE
 
-    def before_use(self, storage: torch.UntypedStorage, arrived: Fence) -> None:
+    def before_use(
+        self, storage: torch.UntypedStorage, arrived: Fence, about: Callable[[], Subject] = Subject
+    ) -> None:
         pass
 
     def let_go(
@@ -47,6 +58,13 @@ class CpuLane:
 
     def host_writes(self, slot: Slot) -> None:
         pass
+
+    def mark(self, moment: str, device: torch.device) -> bool:
+        return False
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        return 0, 0
 
     def poll(self) -> list[Passage]:
         return []

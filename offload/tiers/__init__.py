@@ -4,6 +4,7 @@
     inbound.py    disk -> host -> device: on demand, or ahead within the prefetch window
     host.py       the memory in between
     disk.py       reads and writes in flight
+    allocator.py  the peak of the device's memory
     common.py     what they share
 
 Tiers decide when a block moves; the block knows how.
@@ -24,11 +25,13 @@ from offload.forks import generation
 from offload.lanes import Lane, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.report import Counters
+from offload.tiers.allocator import AllocatorPeak
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.host import HostTier
 from offload.tiers.inbound import Inbound
 from offload.tiers.outbound import Outbound
+from offload.trace import Trace
 
 __all__ = ["Tiers"]
 
@@ -50,6 +53,7 @@ class Tiers:
         host = HostTier(engine, config.arena_bytes, pinner_for(kind))
         opened = lane(engine) if lane is not None else open_lane(kind, engine)
         self.common = Common(config, engine, opened, host)
+        self._allocator = AllocatorPeak(config.device)
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk, self.outbound)
@@ -64,6 +68,11 @@ class Tiers:
     def live(self) -> LiveBytes:
         """The saved storages on the device."""
         return self.common.live
+
+    @property
+    def trace(self) -> Trace:
+        """What happened lately."""
+        return self.common.trace
 
     @property
     def error(self) -> StorageError | None:
@@ -87,6 +96,15 @@ class Tiers:
         self.outbound.forget_dead()
         self.disk.store.budget.peak_bytes = self.disk.store.budget.used_bytes
         self.inbound.drop_guesses()
+        counters.peak_device_bytes = self._allocator.begin()
+        self.common.mark("begin")
+
+    def mark(self, moment: str) -> None:
+        """The computation has come to ``moment`` (one of ``trace.MOMENTS``) of a step."""
+        if not self.in_child:
+            counters = self.common.counters
+            counters.peak_device_bytes = max(counters.peak_device_bytes, self._allocator.look())
+            self.common.mark(moment)
 
     def end_step(self) -> None:
         """Send the tail out too, as no backward is about to ask for it; note what has completed.
@@ -95,6 +113,7 @@ class Tiers:
         """
         if self.in_child:
             return
+        self.mark("end")
         self.outbound.shrink_tail(0)
         self.outbound.poll()
         self.common.heap.sweep(keep=0)

@@ -1,5 +1,8 @@
 """What the parts of the tiers share: options, engine and lane, and the figures of the step."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StorageError
@@ -7,8 +10,9 @@ from offload.heap import Heap
 from offload.lanes import Lane, Passage
 from offload.live import LiveBytes
 from offload.report import Counters
+from offload.store import DiskStore
 from offload.tiers.host import HostTier
-from offload.trace import Trace, now_ns
+from offload.trace import MOMENTS, WAITS, Subject, Trace, now_ns, ranged
 
 
 class Common:
@@ -19,6 +23,7 @@ class Common:
         self.engine = engine
         self.lane = lane
         self.host = host
+        self.store = DiskStore(engine, config.disk_dir, config.disk_budget)
         self.heap = Heap(config.heap_trim_bytes if lane.host_is_device else 0)
         self.trace = Trace()
         self.live = LiveBytes()
@@ -34,25 +39,55 @@ class Common:
                 f"{error}. Tensors stay in memory for the rest of this step"
             ] += 1
 
-    def waited(self, counter: str, started_ns: int) -> None:
-        """Count time that the computation has waited since ``started_ns``."""
-        ended_ns = now_ns()
-        self._count_wait(counter, started_ns, ended_ns)
-        self.trace.emit(counter.removesuffix("_ns"), -1, 0, started_ns, ended_ns)
+    def begun(self, lane: str, depth: int) -> None:
+        """Note how many transfers of ``lane`` are on their way, after one more was started."""
+        figures = self.counters.lanes[lane]
+        figures.peak_depth = max(figures.peak_depth, depth)
+
+    def moved(
+        self, lane: str, nbytes: int, start_ns: int, end_ns: int, about: Subject, *, waited: bool
+    ) -> None:
+        """Count a transfer that has completed. ``waited``: the thread that trains made it."""
+        self.trace.emit(lane, about.block, nbytes, start_ns, end_ns, about)
+        counters = self.counters
+        figures = counters.lanes[lane]
+        figures.nbytes += nbytes
+        figures.operations += 1
+        span = (start_ns, end_ns)
+        figures.intervals.append(span)
+        counters.transfers.append(span)
+        if waited:
+            counters.waits.append(span)
+
+    def waited(self, kind: str, start_ns: int, end_ns: int, about: Subject) -> None:
+        """Count time that the computation has waited; ``kind`` is one of ``WAITS``."""
+        self.trace.emit(kind, about.block, 0, start_ns, end_ns, about)
+        self.counters.wait(kind, start_ns, end_ns, about)
+
+    @contextlib.contextmanager
+    def waiting(self, kind: str, about: Callable[[], Subject]) -> Iterator[None]:
+        """What is done inside is waiting by the host; count it."""
+        start_ns = now_ns()
+        try:
+            with ranged(f"offload::{kind}"):
+                yield
+        finally:
+            self.waited(kind, start_ns, now_ns(), about())
+
+    def mark(self, moment: str) -> None:
+        """Note that the computation has come to ``moment``, by the device's clock if it has one."""
+        if not self.lane.mark(moment, self.config.device):
+            self.trace.emit(moment, -1, 0)
 
     def note(self, passages: list[Passage]) -> None:
-        """Count what a lane's device did meanwhile: copies, and waits of the computation."""
-        for name, nbytes, start_ns, end_ns in passages:
-            self.trace.emit(name, -1, nbytes, start_ns, end_ns)
-            if name in ("stall", "backpressure"):
-                self._count_wait(f"{name}_ns", start_ns, end_ns)
+        """Count what a lane's device did meanwhile: copies, waits of the computation, moments."""
+        for name, nbytes, start_ns, end_ns, about in passages:
+            if name in WAITS:
+                self.waited(name, start_ns, end_ns, about)
+            elif name in MOMENTS:
+                self.trace.emit(name, -1, 0, start_ns, end_ns)
             else:
-                self.counters.transfers.append((start_ns, end_ns))
-
-    def _count_wait(self, counter: str, start_ns: int, end_ns: int) -> None:
-        waited_ns = getattr(self.counters, counter) + end_ns - start_ns
-        setattr(self.counters, counter, waited_ns)
-        self.counters.waits.append((start_ns, end_ns))
+                self.moved(name, nbytes, start_ns, end_ns, about, waited=False)
 
     def sample(self) -> None:
         """Look at the bytes in use, where they may just have reached a peak."""
@@ -61,3 +96,4 @@ class Common:
         counters.peak_arena_bytes = max(counters.peak_arena_bytes, held_bytes)
         live_bytes = self.live.alive_bytes + (held_bytes if self.lane.host_is_device else 0)
         counters.peak_live_bytes = max(counters.peak_live_bytes, live_bytes)
+        self.trace.sample(live_bytes, held_bytes, self.store.budget.used_bytes)

@@ -9,8 +9,9 @@ from offload.block import Block
 from offload.budget import Reservation
 from offload.engines import Request, Slot
 from offload.errors import StorageError
-from offload.store import DiskStore, Extent
+from offload.store import Extent
 from offload.tiers.common import Common
+from offload.trace import Subject, ranged
 
 
 class Transfer(NamedTuple):
@@ -22,14 +23,14 @@ class Transfer(NamedTuple):
     hold: Reservation | None  # of the window on the way out
     block: "weakref.ref[Block]"  # weak: the graph may be dropped meanwhile
     is_write: bool
+    about: Subject
 
 
 class DiskTier:
     """Moves blocks between host slots and the scratch file."""
 
     def __init__(self, common: Common) -> None:
-        config = common.config
-        self.store = DiskStore(common.engine, config.disk_dir, config.disk_budget)
+        self.store = common.store
         self.writes: deque[Transfer] = deque()
         self.reads: deque[Transfer] = deque()
         self._common = common
@@ -49,8 +50,12 @@ class DiskTier:
         slot = block.host_slot(self._common.lane)
         if self._common.config.verify and block.checksum is None:  # the device copied, not we
             block.checksum = self._common.engine.checksum(slot)
-        request = block.spill(self.store, extent)
-        self.writes.append(Transfer(request, slot, extent, hold, weakref.ref(block), True))
+        with ranged("offload::spill"):
+            request = block.spill(self.store, extent)
+        self.writes.append(
+            Transfer(request, slot, extent, hold, weakref.ref(block), True, block.about())
+        )
+        self._common.begun("spill", len(self.writes))
         counters = self._common.counters
         counters.peak_disk_bytes = max(counters.peak_disk_bytes, self.store.budget.peak_bytes)
 
@@ -58,10 +63,14 @@ class DiskTier:
         """DISK -> FETCHING; urgent if it was not foreseen (``hold`` is ``None``)."""
         assert block.extent is not None
         extent = block.extent
-        request = block.fetch(
-            self._common.lane, self.store, slot, urgent=hold is None, reservation=hold
+        with ranged("offload::fetch"):
+            request = block.fetch(
+                self._common.lane, self.store, slot, urgent=hold is None, reservation=hold
+            )
+        self.reads.append(
+            Transfer(request, slot, extent, None, weakref.ref(block), False, block.about())
         )
-        self.reads.append(Transfer(request, slot, extent, None, weakref.ref(block), False))
+        self._common.begun("fetch", len(self.reads))
         self._common.sample()
 
     def poll(self) -> None:
@@ -106,14 +115,18 @@ class DiskTier:
                 self._common.fail(self.store.error("writing", e, transfer.extent.offset, nbytes))
                 counters.kept_bytes["error"] += block.nbytes if block is not None else 0
             return
-        times = (request.start_ns, request.end_ns)
-        counters.transfers.append(times)
         if transfer.is_write:
             counters.written_bytes += nbytes
         else:
             counters.read_bytes += nbytes
-        name = "write" if transfer.is_write else "read"
-        self._common.trace.emit(name, block.id if block is not None else -1, nbytes, *times)
+        self._common.moved(
+            "spill" if transfer.is_write else "fetch",
+            nbytes,
+            request.start_ns,
+            request.end_ns,
+            transfer.about,
+            waited=False,
+        )
 
 
 def _cancelled(transfer: Transfer) -> bool:

@@ -11,7 +11,7 @@ from offload.budget import Budget
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound
-from offload.trace import now_ns
+from offload.trace import ranged
 
 
 class Inbound:
@@ -109,11 +109,16 @@ class Inbound:
                 self._wait_for_read(block, ticket)
             self._reload(block)
         storage = block.serve(self._common.lane, ticket)
+        self._common.sample()
         self._common.heap.released(block.nbytes)  # gradients of about that size come and go
         return storage
 
     def _reload(self, block: Block) -> None:
-        block.reload(self._common.lane)
+        lane = self._common.lane
+        with ranged("offload::reload"):
+            block.reload(lane)
+        if not lane.host_is_device:
+            self._common.begun("reload", max(1, lane.in_flight[1]))
         self._common.counters.reloaded_bytes += block.nbytes
         if block.state is State.HOST and block.extent is not None:
             block.release_slot()  # whoever copies from it or aliases it keeps its memory
@@ -140,13 +145,16 @@ class Inbound:
 
     def _wait_for_read(self, block: Block, ticket: Ticket) -> None:
         assert block.request is not None and block.extent is not None
-        extent, started_ns = block.extent, 0 if block.request.done() else now_ns()
+        extent = block.extent
+        is_here = block.request.done()
         try:
-            block.settle_fetch()
+            with (
+                contextlib.nullcontext()
+                if is_here
+                else self._common.waiting("stall", lambda: block.about(ticket))
+            ):
+                block.settle_fetch()
         except OSError as e:
             what = f" (saved tensor {ticket.layout})"
             store = self._disk.store
             raise store.error("reading", e, extent.offset, extent.nbytes, what) from e
-        finally:
-            if started_ns:
-                self._common.waited("stall_ns", started_ns)

@@ -22,7 +22,7 @@ from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
-from offload.trace import now_ns
+from offload.trace import now_ns, ranged
 
 
 class _Leaving(NamedTuple):
@@ -104,13 +104,20 @@ class Outbound:
             reason = "error" if self._common.error is not None else "budget"
             counters.kept_bytes[reason] += block.nbytes
             return
-        room = self._room(block.nbytes)
+        room = self._room(block)
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
         slot, hold = room
         self._common.sample()  # here the original and its slot are both alive
-        block.offload(lane, slot, checksum=self._common.config.verify)
+        start_ns = now_ns()
+        with ranged("offload::offload"):
+            block.offload(lane, slot, checksum=self._common.config.verify)
+        if lane.host_is_device:  # the copy is made, by this thread
+            self._common.moved(
+                "offload", block.nbytes, start_ns, now_ns(), block.about(), waited=True
+            )
+        self._common.begun("offload", max(1, lane.in_flight[0]))
         self._copies.append(_Leaving(block, extent, hold))
         counters.offloaded_blocks += 1
         counters.offloaded_bytes += block.nbytes
@@ -165,27 +172,28 @@ class Outbound:
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _room(self, nbytes: int) -> tuple[Slot, Reservation] | None:
+    def _room(self, block: Block) -> tuple[Slot, Reservation] | None:
         """A slot within the window; waits for others to make room. ``None``: waiting would not
         help.
         """
-        started_ns = 0
-        try:
-            while True:
-                hold = self.window.reserve(nbytes, alone=True)
-                slot = self._common.host.slot(nbytes) if hold is not None else None
-                if hold is not None and slot is not None:
-                    return slot, hold
-                del hold
-                if self._copies:  # the device waits, not the host
-                    self._settle_oldest_copy()
-                    continue
-                started_ns = started_ns or now_ns()
-                if not self._free_a_slot(nbytes):
-                    return None
-        finally:
-            if started_ns:
-                self._common.waited("backpressure_ns", started_ns)
+        room = self._room_now(block.nbytes)
+        if room is None:
+            with self._common.waiting("backpressure", block.about):
+                while room is None and self._free_a_slot(block.nbytes):
+                    room = self._room_now(block.nbytes)
+        return room
+
+    def _room_now(self, nbytes: int) -> tuple[Slot, Reservation] | None:
+        """The same without a wait of the host: where copies are under way, the device waits."""
+        while True:
+            hold = self.window.reserve(nbytes, alone=True)
+            slot = self._common.host.slot(nbytes) if hold is not None else None
+            if hold is not None and slot is not None:
+                return slot, hold
+            del hold
+            if not self._copies:
+                return None
+            self._settle_oldest_copy()
 
     def slot_now(self, nbytes: int) -> Slot:
         """A slot for bytes that backward waits for: others make room for it."""

@@ -127,9 +127,9 @@ class SerialLane(AcceleratorLane):
     """
 
     def copy_out(
-        self, slot: Slot, storage: torch.UntypedStorage, produced: object, *, checksum: bool
+        self, slot: Slot, storage: torch.UntypedStorage, produced: object, **options: Any
     ) -> tuple[Fence, int | None]:
-        copied = super().copy_out(slot, storage, produced, checksum=checksum)
+        copied = super().copy_out(slot, storage, produced, **options)
         copied[0].synchronize()
         return copied
 

@@ -11,12 +11,23 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"},
+    {
+        "errors",
+        "units",
+        "trace",
+        "layout",
+        "live",
+        "freelist",
+        "forks",
+        "heap",
+        "scopes",
+        "_native",
+    },
     {"config", "machine", "budget"},
     {"engines"},
     {"store", "lanes"},
     {"block", "placement"},
-    {"hooks", "prefetch", "recompute", "report", "tiers"},
+    {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"session"},
     {"integrations", "measure"},
     {"workloads"},

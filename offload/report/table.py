@@ -1,0 +1,126 @@
+"""A report as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offload.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from offload.report.step import StepReport, Wait
+
+_MOST_WAITS = 8  # listed; the rest is in the report's ``waits``
+
+
+def parts(report: StepReport) -> Iterator[RenderableType]:
+    """All of a report: the main figures, the lanes, what was waited for, and advice."""
+    yield summary(report)
+    if any(traffic.operations for traffic in report.lanes.values()):
+        yield lanes(report)
+    if report.waits:
+        yield waits(report)
+    for advice in report.advice():
+        yield Text(f"{advice.what}: {advice.hint}", style="yellow")
+
+
+def summary(report: StepReport) -> Table:
+    """The main figures, one a row."""
+    table = Table(
+        title=f"offload: {report.steps} step{'s' if report.steps != 1 else ''}", show_header=False
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _rows(report).items():
+        table.add_row(name, value)
+    for warning in report.warnings:
+        table.add_row("warning", warning, style="yellow")
+    return table
+
+
+def _rows(report: StepReport) -> dict[str, str]:
+    size, span = format_bytes, format_seconds
+    kept = ", ".join(
+        f"{size(n)} {why}" for why, n in sorted(report.kept_bytes.items(), key=lambda i: -i[1])
+    )
+    overlap = (
+        "no transfers"
+        if report.overlap is None
+        else f"{report.overlap:.1%} of {span(report.transfer_seconds)}"
+    )
+    device = f"{size(report.peak_device_bytes)} device, " if report.peak_device_bytes else ""
+    rows = {
+        "step time": span(report.seconds),
+        "offloaded": f"{size(report.offloaded_bytes)} in {report.offloaded_blocks} storages",
+        "written / read": f"{size(report.written_bytes)} / {size(report.read_bytes)}",
+        "not moved": f"{size(report.deduplicated_bytes)} shared, "
+        f"{size(report.forwarded_bytes)} still in memory, "
+        f"{size(report.cancelled_bytes)} of writes given up",
+        "kept": kept or "nothing",
+        "backward found": f"{report.hits} there, {report.lates} on their way, "
+        f"{report.misses} not yet called back",
+        "transfer hidden": overlap,
+        "waited": f"{span(report.stall_seconds)} for reads, "
+        f"{span(report.backpressure_seconds)} for room",
+        "peaks": f"{device}{size(report.peak_live_bytes)} live, "
+        f"{size(report.peak_arena_bytes)} arena, {size(report.peak_disk_bytes)} disk",
+    }
+    days = report.drive_days()
+    if days is not None:
+        rows["drive"] = (
+            f"{size(report.written_bytes / report.steps)} a step, "
+            f"{report.written_bytes_per_day / 1e12:,.1f} TB a day at this pace: "
+            f"{_days(days)} of a drive made for 600 TB"
+        )
+    return rows
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.0f} years"
+
+
+def lanes(report: StepReport) -> Table:
+    """What went over each lane."""
+    table = Table(title="lanes")
+    table.add_column("", style="bold")
+    for heading in ("bytes", "transfers", "busy", "rate", "deepest queue"):
+        table.add_column(heading, justify="right")
+    for name, traffic in report.lanes.items():
+        if traffic.operations:
+            table.add_row(
+                name,
+                format_bytes(traffic.nbytes),
+                f"{traffic.operations:,}",
+                format_seconds(traffic.seconds),
+                format_rate(traffic.bytes_per_s or 0.0),
+                str(traffic.peak_depth),
+            )
+    return table
+
+
+def waits(report: StepReport) -> Table:
+    """What the computation waited for, longest first."""
+    table = Table(title="what the computation waited for")
+    for heading in ("for", "of module", "asked for by", "tensor"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("times", justify="right")
+    table.add_column("in all", justify="right", no_wrap=True)
+    for wait in report.waits[:_MOST_WAITS]:
+        table.add_row(*_wait_row(wait))
+    others = report.waits[_MOST_WAITS:]
+    if others:
+        seconds = format_seconds(sum(w.seconds for w in others))
+        table.add_row(
+            f"{len(others)} others", "", "", "", str(sum(w.count for w in others)), seconds
+        )
+    return table
+
+
+def _wait_row(wait: Wait) -> tuple[str, ...]:
+    kind = "bytes" if wait.kind == "stall" else "room"
+    seconds = format_seconds(wait.seconds)
+    return kind, wait.module, wait.operator, wait.tensor, f"{wait.count:,}", seconds
