@@ -19,6 +19,7 @@ import torch._dynamo
 from offload.config import Config
 from offload.errors import OffloadError, StorageError
 from offload.placement import Placement, SavedTensor
+from offload.profiler import profile
 from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session
@@ -38,5 +39,6 @@ __all__ = [
     "StorageError",
     "checkpoint",
     "checkpoint_sequential",
+    "profile",
     "selective",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from offload import __version__, demo
+from offload.profiler import command as profiler_command
 
 __all__ = ["main"]
 
@@ -16,6 +17,7 @@ def main() -> None:
 
 
 main.add_command(demo.command)
+main.add_command(profiler_command.command)
 
 if __name__ == "__main__":
     main(prog_name="offload")

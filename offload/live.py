@@ -166,6 +166,7 @@ class LiveBytesMeter:
         extra_bytes: memory that stands in for saved storages, e.g. the bytes of an arena in use.
             Storages that the hooks below restore are then taken to be part of it, and only those
             that were saved count by themselves.
+        observer: called with ``alive_bytes`` at every pack and unpack.
 
     Example:
         >>> import torch
@@ -184,9 +185,11 @@ class LiveBytesMeter:
         *,
         exclude: Iterable[Tensor] = (),
         extra_bytes: Callable[[], int] | None = None,
+        observer: Callable[[int], object] | None = None,
     ) -> None:
         self._live = LiveBytes()
         self._extra_bytes = extra_bytes
+        self._observer = observer
         self._peak_bytes = 0
         self._entered = threading.local()  # torch's hook stack is per thread
         for tensor in exclude:
@@ -266,6 +269,8 @@ class LiveBytesMeter:
         alive_bytes = self.alive_bytes
         if alive_bytes > self._peak_bytes:
             self._peak_bytes = alive_bytes
+        if self._observer is not None:
+            self._observer(alive_bytes)
 
 
 def _top_pair() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

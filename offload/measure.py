@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,10 @@ def _status_bytes(key: str) -> int:
 
 
 def activation_meter(
-    model: nn.Module, session: Session | None = None, inputs: Iterable[Tensor] = ()
+    model: nn.Module,
+    session: Session | None = None,
+    inputs: Iterable[Tensor] = (),
+    observer: Callable[[int], object] | None = None,
 ) -> LiveBytesMeter:
     """A meter of the activations of ``model``, to be entered inside ``session.step()``.
 
@@ -126,10 +129,11 @@ def activation_meter(
         model: its parameters and buffers do not count.
         session: the session in use, whose staging memory counts as activations.
         inputs: what the caller holds anyway, a batch for instance; does not count either.
+        observer: called with the bytes alive wherever they may just have changed.
     """
     excluded = [*model.parameters(), *model.buffers(), *inputs]
     staged = None if session is None else partial(getattr, session, "held_bytes")
-    return LiveBytesMeter(exclude=excluded, extra_bytes=staged)
+    return LiveBytesMeter(exclude=excluded, extra_bytes=staged, observer=observer)
 
 
 def session_options(texts: Iterable[str], **named: object) -> dict[str, Any]:

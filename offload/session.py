@@ -205,6 +205,13 @@ class Session:
         with self._tiers.lock:
             return self._tiers.host.held_bytes
 
+    def drain(self) -> None:
+        """Finish what is in flight, and count it: afterwards no transfer runs."""
+        with self._tiers.lock:
+            if not (self._closed or self._tiers.in_child):
+                self._tiers.drain()
+                self._tiers.poll()
+
     def close(self) -> None:
         """Finish what is in flight and let go of memory, threads and file. May be called twice.
 

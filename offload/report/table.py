@@ -74,12 +74,13 @@ def _rows(report: StepReport) -> dict[str, str]:
         rows["drive"] = (
             f"{size(report.written_bytes / report.steps)} a step, "
             f"{report.written_bytes_per_day / 1e12:,.1f} TB a day at this pace: "
-            f"{_days(days)} of a drive made for 600 TB"
+            f"{days_told(days)} of a drive made for 600 TB"
         )
     return rows
 
 
-def _days(days: float) -> str:
+def days_told(days: float) -> str:
+    """A span of days for people."""
     return f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.0f} years"
 
 
@@ -123,4 +124,5 @@ def waits(report: StepReport) -> Table:
 def _wait_row(wait: Wait) -> tuple[str, ...]:
     kind = "bytes" if wait.kind == "stall" else "room"
     seconds = format_seconds(wait.seconds)
-    return kind, wait.module, wait.operator, wait.tensor, f"{wait.count:,}", seconds
+    operator = wait.operator.removesuffix("Backward0")
+    return kind, wait.module, operator, wait.tensor, f"{wait.count:,}", seconds

@@ -11,19 +11,8 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {
-        "errors",
-        "units",
-        "trace",
-        "layout",
-        "live",
-        "freelist",
-        "forks",
-        "heap",
-        "scopes",
-        "_native",
-    },
-    {"config", "machine", "budget"},
+    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"},
+    {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},
     {"block", "placement"},
@@ -32,7 +21,7 @@ LAYERS = [
     {"integrations", "measure"},
     {"workloads"},
     {"targets"},
-    {"__main__", "__init__", "demo"},
+    {"__main__", "__init__", "demo", "profiler"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -1,0 +1,283 @@
+"""Runs a step many times, without and with offloading in turn, and looks closely at one more."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.config import Config
+from offload.errors import OffloadError
+from offload.live import storage_of
+from offload.measure import activation_meter
+from offload.placement import Policy, offload_all
+from offload.profiler.result import MemoryCurve, Profile
+from offload.profiler.timeline import Timeline
+from offload.report import StepReport
+from offload.session import Session
+from offload.trace import Event, Sample, now_ns
+from offload.units import format_bytes
+
+__all__ = ["profile"]
+
+Progress = Callable[[str], object]
+
+
+def profile(
+    step: Callable[[], object],
+    *,
+    model: nn.Module | None = None,
+    steps: int = 8,
+    warmup: int = 2,
+    name: str = "step",
+    policy: Policy = offload_all,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Profile:
+    """Measure what offloading costs ``step`` and what it hides, beside the same step without it.
+
+    Plain and offloaded steps alternate in one process, so that both see the same machine. One more
+    of each is then run under a meter of the memory, for the picture. ``Profile`` holds the medians,
+    the spread, the report of the measured steps and the timeline; it makes no claim that the
+    measurements do not carry.
+
+    Args:
+        step: runs one forward and its backward; called without arguments, outside any session.
+        model: what it trains: waits are then told by module.
+        steps: pairs that are measured; with fewer than 6 no claim is made.
+        warmup: pairs that are run before, and left out.
+        name: what the profile is called.
+        policy: of the session.
+        progress: called with what is being done, before each step.
+        **options: of the session, as for ``offload.Session``.
+
+    Raises:
+        TypeError, ValueError: an argument or option that cannot work.
+        OffloadError: there is nothing to measure: the step saves nothing, runs no backward, or
+            nothing of it is offloaded; the message says what to do.
+        Exception: whatever ``step`` raises.
+
+    Example:
+        >>> import torch
+        >>> from offload.profiler import profile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh())
+        >>> x = torch.randn(256, 64)
+        >>> found = profile(
+        ...     lambda: model(x).sum().backward(),
+        ...     model=model, steps=3, warmup=1, min_offload_bytes=0, keep_last_bytes=0,
+        ... )
+        >>> found.report.steps, found.verdict.pairs, found.verdict.is_claimed
+        (3, 3, False)
+    """
+    _check(step, model, steps, warmup)
+    tell = progress if progress is not None else _say_nothing
+    tell("looking at what is saved")
+    largest_bytes = _largest_saved(step, model)
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(Session(Config(**options), policy=policy))
+        if model is not None:
+            stack.enter_context(session.watch(model))  # its hooks run in plain steps as well
+        runner = _Runner(step, session)
+        for number in range(warmup):
+            tell(f"warm-up {number + 1} of {warmup}")
+            runner.pair(number)
+        tell("looking at what is moved")
+        _check_moves(runner.offloaded().report, largest_bytes, session.config)
+        pairs = []
+        session.trace.clear()
+        for number in range(steps):
+            tell(f"pair {number + 1} of {steps}")
+            pairs.append(runner.pair(number))
+        events = session.trace.events()
+        samples = session.trace.samples()
+        tell("memory")
+        plain_curve, offloaded_curve, shown = _metered(runner, model)
+    host_copies = session.config.device.type == "cpu"
+    return Profile(
+        name=name,
+        device=str(session.config.device),
+        options={k: str(v) for k, v in options.items()},
+        warmup=warmup,
+        plain_seconds=tuple(p.plain_seconds for p in pairs),
+        offloaded_seconds=tuple(p.offloaded_seconds for p in pairs),
+        reports=tuple(p.report for p in pairs),
+        plain_steps=tuple(p.plain_span for p in pairs),
+        timeline=Timeline.of(events, samples, host_copies=host_copies),
+        shown=Timeline.of(*shown, host_copies=host_copies),
+        plain_memory=plain_curve,
+        offloaded_memory=offloaded_curve,
+    )
+
+
+# -- one step after the other ---------------------------------------------------------------------
+
+
+class _Offloaded:
+    """One offloaded step, with all that it had left in flight."""
+
+    def __init__(self, seconds: float, report: StepReport) -> None:
+        self.seconds = seconds
+        self.report = report
+
+
+class _Pair:
+    def __init__(self, plain_span: tuple[int, int], offloaded: _Offloaded) -> None:
+        self.plain_span = plain_span
+        self.plain_seconds = (plain_span[1] - plain_span[0]) / 1e9
+        self.offloaded_seconds = offloaded.seconds
+        self.report = offloaded.report
+
+
+class _Runner:
+    def __init__(self, step: Callable[[], object], session: Session) -> None:
+        self._step = step
+        self.session = session
+        self._device = session.config.device
+
+    def pair(self, number: int) -> _Pair:
+        """A plain and an offloaded step; who goes first alternates, as a drift would favour one."""
+        if number % 2:
+            offloaded = self.offloaded()
+            return _Pair(self.plain(), offloaded)
+        plain_span = self.plain()
+        return _Pair(plain_span, self.offloaded())
+
+    def plain(self, inside: AbstractContextManager[object] | None = None) -> tuple[int, int]:
+        """One step without offloading; from when to when."""
+        self._synchronize()
+        start_ns = now_ns()
+        with inside if inside is not None else contextlib.nullcontext():
+            self._step()
+        self._synchronize()
+        return start_ns, now_ns()
+
+    def offloaded(self, inside: AbstractContextManager[object] | None = None) -> _Offloaded:
+        """One step of the session. What it leaves in flight is seen out, but not timed: it would
+        disturb the plain step that follows.
+        """
+        self._synchronize()
+        start = time.perf_counter()
+        with (
+            self.session.step() as step,
+            inside if inside is not None else contextlib.nullcontext(),
+        ):
+            self._step()
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        self.session.drain()
+        return _Offloaded(seconds, step.report)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+# -- one more step, closely ------------------------------------------------------------------------
+
+
+def _metered(
+    runner: _Runner, model: nn.Module | None
+) -> tuple[MemoryCurve, MemoryCurve, tuple[list[Event], list[Sample]]]:
+    """The memory of one plain and one offloaded step, and the trace of the latter."""
+    counted = model if model is not None else nn.Module()
+    session = runner.session
+    points: list[tuple[int, int]] = []
+
+    def observe(alive_bytes: int) -> None:
+        points.append((now_ns(), alive_bytes))
+
+    span = runner.plain(activation_meter(counted, observer=observe))
+    plain = MemoryCurve.of(points, *span)
+    points.clear()
+    session.trace.clear()
+    staged = session if session.config.device.type == "cpu" else None  # its host memory counts
+    runner.offloaded(activation_meter(counted, staged, observer=observe))
+    events, samples = session.trace.events(), session.trace.samples()
+    begin_ns = min(e.start_ns for e in events if e.name == "begin")
+    end_ns = max(e.end_ns for e in events if e.name == "end")
+    return plain, MemoryCurve.of(points, begin_ns, end_ns), (events, samples)
+
+
+def _largest_saved(step: Callable[[], object], model: nn.Module | None) -> int:
+    """The size of the largest storage that ``step`` saves and that is no parameter's; this first
+    step also makes gradients and caches.
+
+    Raises:
+        OffloadError: it saves nothing.
+    """
+    own = {s._cdata for p in _tensors_of(model) if (s := storage_of(p)) is not None}
+    sizes: list[int] = []
+    asked = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = storage_of(tensor)
+        if storage is not None and storage._cdata not in own:
+            sizes.append(storage.nbytes())
+        return tensor.detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        step()
+    if not sizes:
+        raise OffloadError(
+            "the step saves nothing for backward: run a forward whose parameters or inputs require "
+            "gradients, not under torch.no_grad()"
+        )
+    if not asked:
+        raise OffloadError(
+            "the step ran no backward over what it saved: call loss.backward() inside the step"
+        )
+    return max(sizes)
+
+
+def _tensors_of(model: nn.Module | None) -> Iterator[Tensor]:
+    if model is not None:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def _check(step: object, model: object, steps: int, warmup: int) -> None:
+    if not callable(step):
+        raise TypeError(f"step is {step!r}; give a function that runs one forward and backward")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; give a torch.nn.Module or leave it out")
+    if steps < 1 or warmup < 0:
+        raise ValueError(
+            f"steps={steps}, warmup={warmup}: give at least 1 step and no fewer than 0 to warm up"
+        )
+
+
+def _check_moves(report: StepReport, largest_bytes: int, config: Config) -> None:
+    """Raise ``OffloadError`` if a step offloads nothing: there is nothing to measure."""
+    if report.offloaded_bytes:
+        return
+    threshold_bytes = config.min_offload_bytes
+    if largest_bytes < threshold_bytes:
+        raise OffloadError(
+            f"nothing is offloaded: the largest storage saved has {format_bytes(largest_bytes)}, "
+            f"less than min_offload_bytes ({format_bytes(threshold_bytes)}); lower it, to "
+            f"{max(1, largest_bytes // 4)} for instance"
+        )
+    if report.kept_bytes.get("budget") or report.kept_bytes.get("error"):
+        why = "; ".join(report.warnings) or "raise disk_budget or host_budget"
+        raise OffloadError(f"nothing is offloaded, as there is no room for it: {why}")
+    if report.saved_bytes:
+        raise OffloadError(
+            f"nothing is offloaded: all {format_bytes(report.saved_bytes)} stay, as the newest "
+            f"{format_bytes(config.keep_last_bytes)} do; lower keep_last_bytes, to 0 for instance"
+        )
+    kept = ", ".join(f"{format_bytes(n)} {why}" for why, n in report.kept_bytes.items() if n)
+    raise OffloadError(f"nothing is offloaded; kept are {kept or 'no bytes'}: see StepReport")
+
+
+def _say_nothing(_: str) -> None:
+    pass
