@@ -39,10 +39,11 @@ def draw(profile: Profile) -> str:
         label_y = y + rows * _ROW / 2 + 4
         parts.append(f'<text x="{_LEFT - 10}" y="{label_y:.1f}" text-anchor="end">{name}</text>')
         parts.append('<g clip-path="url(#plot)">')
-        parts.append(_zoomed(_rects(slices, y, shown.start_ns, span_ns, name)))
+        kind = "zoom nested" if name == "modules" else "zoom"
+        parts.append(_zoomed(_rects(slices, y, shown.start_ns, span_ns, name), kind))
         parts.append("</g>")
         y += rows * _ROW + _GAP
-    memory_top = y + 16
+    memory_top = y + 40
     bottom = memory_top + _MEMORY_HEIGHT
     parts.append(_memory(profile, memory_top, bottom, span_ns))
     width, height = _LEFT + _WIDTH + _RIGHT, bottom + 44
@@ -57,8 +58,8 @@ def draw(profile: Profile) -> str:
     )
 
 
-def _zoomed(inner: Iterable[str]) -> str:
-    return f'<g class="zoom" transform="translate({_LEFT} 0)">{"".join(inner)}</g>'
+def _zoomed(inner: Iterable[str], kind: str = "zoom") -> str:
+    return f'<g class="{kind}" transform="translate({_LEFT} 0)">{"".join(inner)}</g>'
 
 
 def _rects(
@@ -121,8 +122,8 @@ def _memory(profile: Profile, top: float, bottom: float, span_ns: int) -> str:
     x = _LEFT + 14.0
     for name, curve, color in curves:
         label = f"activations alive, {name}: peak {format_bytes(curve.peak_bytes)}"
-        parts.append(f'<rect x="{x}" y="{top - 14:.1f}" width="14" height="4" fill="{color}"/>')
-        parts.append(f'<text x="{x + 20}" y="{top - 8:.1f}">{escape(label)}</text>')
+        parts.append(f'<rect x="{x}" y="{top - 20:.1f}" width="14" height="4" fill="{color}"/>')
+        parts.append(f'<text x="{x + 20}" y="{top - 14:.1f}">{escape(label)}</text>')
         x += 330
     return "".join(parts)
 

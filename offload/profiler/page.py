@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.drawing import draw
 from offload.profiler.result import conditions
-from offload.report.table import days_told
+from offload.report.table import days_told, operator_told
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _waits(profile: Profile) -> str:
             (
                 "bytes" if w.kind == "stall" else "room",
                 w.module,
-                w.operator,
+                operator_told(w.operator),
                 w.tensor,
                 f"{w.count:,}",
                 _Html(bar + escape(format_seconds(w.seconds))),

@@ -38,6 +38,8 @@ def save_picture(profile: Profile, path: Path) -> None:
 
 
 def _draw_lanes(axes: Any, profile: Profile, lanes: list[str]) -> None:
+    from matplotlib.patches import Patch
+
     shown = profile.shown
     for y, lane in enumerate(lanes):
         for name in dict.fromkeys(s.name for s in shown.tracks[lane]):
@@ -47,6 +49,10 @@ def _draw_lanes(axes: Any, profile: Profile, lanes: list[str]) -> None:
                 if s.name == name
             ]
             axes.broken_barh(spans, (y - 0.38, 0.76), color=COLORS[name], linewidth=0)
+    phases: list[Any] = [Patch(color=COLORS[p], label=p) for p in ("forward", "backward")]
+    axes.legend(
+        handles=phases, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0)
+    )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -66,7 +72,7 @@ def _draw_memory(axes: Any, profile: Profile) -> None:
     axes.set_xlabel("ms since the step began")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -214,7 +214,7 @@ def _summary(profile: Profile) -> Table:
     pairs = profile.verdict.pairs
     title = f"{profile.name}: {pairs} pairs of steps after {profile.warmup} to warm up"
     table = Table(title=title)
-    table.add_column("median [range]", style="bold")
+    table.add_column("median \\[range]", style="bold")
     for heading in ("plain", "offloaded"):
         table.add_column(heading, justify="right")
     times = (told(profile.plain, format_seconds), told(profile.offloaded, format_seconds))

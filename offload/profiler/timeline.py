@@ -124,8 +124,9 @@ def _in_rows(slices: list[Slice]) -> Iterator[Slice]:
 
 def _compute(moments: list[Event], away: list[Interval], end_ns: int) -> Iterator[Slice]:
     """From moment to moment, without the time that the computation was away."""
-    for moment, after in zip(moments, [*moments[1:], None], strict=True):
-        at_ns, until_ns = moment.start_ns, after.start_ns if after is not None else end_ns
+    ends_ns = [*(m.start_ns for m in moments[1:]), end_ns]
+    for moment, until_ns in zip(moments, ends_ns[: len(moments)], strict=True):
+        at_ns = moment.start_ns
         for start_ns, stop_ns in away:
             if stop_ns <= at_ns:
                 continue

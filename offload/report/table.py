@@ -54,7 +54,7 @@ def _rows(report: StepReport) -> dict[str, str]:
     )
     device = f"{size(report.peak_device_bytes)} device, " if report.peak_device_bytes else ""
     rows = {
-        "step time": span(report.seconds),
+        "step time": span(report.seconds) + _each(report),
         "offloaded": f"{size(report.offloaded_bytes)} in {report.offloaded_blocks} storages",
         "written / read": f"{size(report.written_bytes)} / {size(report.read_bytes)}",
         "not moved": f"{size(report.deduplicated_bytes)} shared, "
@@ -79,9 +79,19 @@ def _rows(report: StepReport) -> dict[str, str]:
     return rows
 
 
+def _each(report: StepReport) -> str:
+    each = format_seconds(report.seconds / max(1, report.steps))
+    return f", {each} each" if report.steps > 1 else ""
+
+
 def days_told(days: float) -> str:
     """A span of days for people."""
     return f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.0f} years"
+
+
+def operator_told(operator: str) -> str:
+    """The operator of backward as people know it: autograd's names all end alike."""
+    return operator.removesuffix("Backward0")
 
 
 def lanes(report: StepReport) -> Table:
@@ -124,5 +134,4 @@ def waits(report: StepReport) -> Table:
 def _wait_row(wait: Wait) -> tuple[str, ...]:
     kind = "bytes" if wait.kind == "stall" else "room"
     seconds = format_seconds(wait.seconds)
-    operator = wait.operator.removesuffix("Backward0")
-    return kind, wait.module, operator, wait.tensor, f"{wait.count:,}", seconds
+    return kind, wait.module, operator_told(wait.operator), wait.tensor, f"{wait.count:,}", seconds

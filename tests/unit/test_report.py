@@ -150,6 +150,81 @@ def test_reasons_for_keeping(open_session, any_engine: str) -> None:
     del loss
 
 
+def test_lanes_say_what_crossed_them(session: offload.Session) -> None:
+    x = rand(64, 64).requires_grad_()
+    with session.step() as step:
+        loss = chain(x * 1, 5)
+        session.drain()
+        loss.backward()
+    session.drain()
+    report = step.report
+    lanes = {name: (lane.nbytes, lane.operations) for name, lane in report.lanes.items()}
+    crossed = (5 * x.nbytes, 5)
+    assert lanes == {"offload": crossed, "reload": (0, 0), "spill": crossed, "fetch": crossed}
+    assert report.lanes["spill"].peak_depth >= 1
+    assert report.lanes["reload"].bytes_per_s is None
+
+
+def test_bytes_of_lanes_are_what_the_kernel_counted(open_session, engine: str) -> None:
+    """Exactly: this process writes nothing else meanwhile, and reads only the kernel's answer."""
+
+    def counted() -> tuple[int, int, int]:
+        with open("/proc/self/io") as f:
+            text = f.read()
+        values = dict(line.split(": ") for line in text.splitlines())
+        return int(values["wchar"]), int(values["rchar"]), len(text)
+
+    session = open_session(engine=engine)
+    x = rand(300, 300).requires_grad_()
+    chain_steps = 12
+
+    def step() -> None:  # backward comes at once: some writes are given up, some reads not needed
+        with session.step():
+            chain(x * 1, chain_steps).backward()
+        session.drain()
+
+    step()  # the file has its space now
+    before = session.report()
+    wrote, read, answer = counted()
+    step()
+    wrote_after, read_after, _ = counted()
+    report = session.report()
+    spilled = report.lanes["spill"].nbytes - before.lanes["spill"].nbytes
+    fetched = report.lanes["fetch"].nbytes - before.lanes["fetch"].nbytes
+    assert spilled == report.written_bytes - before.written_bytes == wrote_after - wrote
+    assert fetched == report.read_bytes - before.read_bytes == read_after - read - answer
+    cancelled = report.cancelled_bytes - before.cancelled_bytes
+    assert spilled + cancelled == chain_steps * -(-x.nbytes // 4096) * 4096
+
+
+def test_the_copy_of_the_thread_that_trains_is_not_hidden() -> None:
+    c = counters()
+    c.transfers.extend([(0, 100), (200, 300)])
+    c.lanes["offload"].intervals.append((0, 100))
+    c.lanes["spill"].intervals.append((200, 300))
+    c.waits.append((0, 100))
+    report = StepReport.of([c])
+    assert report.overlap == 0.5
+    assert report.lanes["offload"].seconds == report.lanes["spill"].seconds == 100e-9
+
+
+def test_saved_is_offloaded_or_the_newest(open_session, any_engine: str) -> None:
+    session = open_session(engine=any_engine, keep_last_bytes="1MiB")
+    x = rand(64, 64).requires_grad_()
+    with session.step() as step:
+        chain(x * 1, 5).backward()
+    assert step.report.saved_bytes == 5 * x.nbytes
+    assert step.report.offloaded_bytes == 0
+    assert "lower keep_last_bytes" in str(step.report.advice()[0])
+
+
+def test_period_covers_what_is_between_steps() -> None:
+    first = counters()
+    second = counters(started_ns=5_000_000_000, ended_ns=6_000_000_000, since_ns=2_000_000_000)
+    both = StepReport.of([first, second])
+    assert (both.seconds, both.period_seconds) == (3.0, 6.0)
+
+
 def test_a_step_that_was_not_entered_has_no_report(session: offload.Session) -> None:
     with pytest.raises(offload.errors.StateError, match="enter it first"):
         _ = session.step().report
