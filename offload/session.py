@@ -208,9 +208,12 @@ class Session:
     def drain(self) -> None:
         """Finish what is in flight, and count it: afterwards no transfer runs."""
         with self._tiers.lock:
-            if not (self._closed or self._tiers.in_child):
-                self._tiers.drain()
-                self._tiers.poll()
+            if self._closed or self._tiers.in_child:
+                return
+            self._tiers.drain()
+            if self.config.device.type != "cpu":
+                torch.accelerator.synchronize()  # its waits have ended, too
+            self._tiers.poll()
 
     def close(self) -> None:
         """Finish what is in flight and let go of memory, threads and file. May be called twice.

@@ -243,6 +243,13 @@ class AcceleratorLane:
         return sum(len(s.held_out) for s in sides), sum(len(s.held_in) for s in sides)
 
     def poll(self) -> list[Passage]:
+        self._let_go_of_slots()
+        ended = []
+        while self._watched and self._have_passed(self._watched[0]):
+            ended.append(self._passage(self._watched.popleft()))
+        return [p for p in ended if p.end_ns > p.start_ns or p.name in MOMENTS]
+
+    def _let_go_of_slots(self) -> None:
         for side in self._sides.values():
             for held in (side.held_out, side.held_in):
                 while held and self.order.done(held[0][0]):
@@ -251,17 +258,13 @@ class AcceleratorLane:
             mark, target = self.orphans.popleft()
             if not self.order.done(mark):
                 self.orphans.append((mark, target))
-        ended = []
-        while self._watched and self._have_passed(self._watched[0]):
-            ended.append(self._passage(self._watched.popleft()))
-        return [p for p in ended if p.end_ns > p.start_ns or p.name in MOMENTS]
 
     def drain(self) -> None:
         for side in self._sides.values():
             for held in (side.held_out, side.held_in):
                 if held:
                     self.order.synchronize(held[-1][0])
-        self.poll()
+        self._let_go_of_slots()  # what has passed is told by the next poll
 
     # -- the rules --------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ _NARROWEST = 0.4  # a slice is drawn at least this wide
 def draw(profile: Profile) -> str:
     """The SVG element."""
     shown = profile.shown
-    span_ns = max(1, shown.end_ns - shown.start_ns)
+    spans = (shown.seconds, profile.plain_memory.seconds, profile.offloaded_memory.seconds)
+    span_ns = max(1, int(1e9 * max(spans)))
     lanes: list[tuple[str, Sequence[Slice]]] = [(n, shown.tracks[n]) for n in lanes_shown(shown)]
     if shown.modules:
         lanes.insert(1, ("modules", shown.modules))

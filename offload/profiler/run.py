@@ -196,11 +196,11 @@ def _metered(
     points.clear()
     session.trace.clear()
     staged = session if session.config.device.type == "cpu" else None  # its host memory counts
-    runner.offloaded(activation_meter(counted, staged, observer=observe))
+    start_ns = now_ns()
+    taken = runner.offloaded(activation_meter(counted, staged, observer=observe))
+    end_ns = start_ns + int(1e9 * taken.seconds)
     events, samples = session.trace.events(), session.trace.samples()
-    begin_ns = min(e.start_ns for e in events if e.name == "begin")
-    end_ns = max(e.end_ns for e in events if e.name == "end")
-    return plain, MemoryCurve.of(points, begin_ns, end_ns), (events, samples)
+    return plain, MemoryCurve.of(points, start_ns, end_ns), (events, samples)
 
 
 def _largest_saved(step: Callable[[], object], model: nn.Module | None) -> int:
