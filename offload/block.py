@@ -123,6 +123,7 @@ class Block:
 
     __slots__ = (
         "__weakref__",
+        "_about",
         "_arrived",
         "_device",
         "_device_ref",
@@ -156,6 +157,7 @@ class Block:
         self.placement = placement
         self.produced: object = None  # what the lane said when it was saved
         self.module = ""  # that saved it, where modules are watched
+        self._about: Subject | None = None
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness
@@ -183,7 +185,9 @@ class Block:
         which operator of backward and which tensor.
         """
         if ticket is None:
-            return Subject(self.id, self.module)
+            if self._about is None:
+                self._about = Subject(self.id, self.module)
+            return self._about
         node = torch._C._current_autograd_node()
         return Subject(self.id, self.module, node.name() if node is not None else "", ticket.layout)
 

@@ -151,8 +151,13 @@ def intersection_ns(a: list[Interval], b: list[Interval]) -> int:
     """
     i = j = both = 0
     while i < len(a) and j < len(b):
-        both += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
+        a_start, a_end = a[i]
+        b_start, b_end = b[j]
+        start = a_start if a_start > b_start else b_start  # max() and min() take twice as long
+        end = a_end if a_end < b_end else b_end
+        if end > start:
+            both += end - start
+        if a_end < b_end:
             i += 1
         else:
             j += 1

@@ -132,6 +132,7 @@ class AcceleratorLane:
         self._sides: dict[torch.device, _Side] = {}
         self._computing: set[tuple[torch.device, int]] = set()  # streams that packed something
         self._watched: deque[_Watched] = deque(maxlen=_MAX_WATCHED)
+        self._clocked: set[torch.device] = set()  # whose origin has passed
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -318,6 +319,11 @@ class AcceleratorLane:
         self._watched.append(_Watched(name, nbytes, start, end, about))
 
     def _have_passed(self, watched: _Watched) -> bool:
+        device = watched.end.event.device
+        if device not in self._clocked:  # another stream may be ahead of the one with the origin
+            if not self.order.done(self._sides[device].origin):
+                return False
+            self._clocked.add(device)
         return self.order.done(watched.end) and self.order.done(watched.start)
 
     def _passage(self, watched: _Watched) -> Passage:

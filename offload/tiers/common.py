@@ -42,7 +42,8 @@ class Common:
     def begun(self, lane: str, depth: int) -> None:
         """Note how many transfers of ``lane`` are on their way, after one more was started."""
         figures = self.counters.lanes[lane]
-        figures.peak_depth = max(figures.peak_depth, depth)
+        if depth > figures.peak_depth:
+            figures.peak_depth = depth
 
     def moved(
         self, lane: str, nbytes: int, start_ns: int, end_ns: int, about: Subject, *, waited: bool

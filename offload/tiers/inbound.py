@@ -109,7 +109,6 @@ class Inbound:
                 self._wait_for_read(block, ticket)
             self._reload(block)
         storage = block.serve(self._common.lane, ticket)
-        self._common.sample()
         self._common.heap.released(block.nbytes)  # gradients of about that size come and go
         return storage
 
