@@ -282,7 +282,11 @@ class Session:
             self._counters = counters
             self._open_steps += 1
             self._hooks.begin_step(counters)
-        self._reporter.report(newest)
+        try:
+            self._reporter.report(newest)
+        except BaseException:  # an interrupt, in somebody's callback: the step is not entered
+            self._end(counters)
+            raise
 
     def _end(self, counters: Counters) -> StorageError | None:
         """The step's first failure of the disk, if there was one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,7 @@ def command(
         raise click.UsageError(str(error)) from None
     if threads is not None:
         torch.set_num_threads(threads)
+    _check_output(Path(out), png)
     found = _load(target, seed)
     console = Console(quiet=quiet or as_json, highlight=False)
     measured = _measure(found, steps, warmup, given, console)
@@ -116,6 +119,15 @@ def command(
     else:
         console.print(measured.renderable())
         console.print(f"Written: {', '.join(str(f) for f in files)}", soft_wrap=True)
+
+
+def _check_output(out: Path, png: bool) -> None:
+    """Before minutes are spent on what could not be written."""
+    nearest = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise click.UsageError(f"nothing can be written to {str(out)!r}: choose another --out")
+    if png and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--png needs matplotlib: pip install 'offload[plot]'")
 
 
 def _load(text: str, seed: int) -> Target:

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,7 @@ def test_command_quietly_prints_the_verdict(tmp_path: Path) -> None:
         (["gpt-tiy"], 2, "did you mean 'gpt-tiny'?"),
         (["no_such_module:step"], 2, "there is no module 'no_such_module'"),
         (["gpt-tiny", "--steps", "0"], 2, "not in the range"),
+        (["gpt-tiny", "--out", "{script}/below"], 2, "choose another --out"),
         (["gpt-tiny", "--option", "window=1"], 2, "no option 'window'"),
         (["gpt-tiny", "--option", "min_offload_bytes=1GiB"], 3, "lower it, to"),
         (["{script}:raises", *MOVES], 3, "RuntimeError: of mine ({script}:5)"),
@@ -391,8 +393,17 @@ def test_mistakes_are_told_in_a_sentence(
         "    return step\ndef breaks():\n    1 / 0\ndef returns():\n    return 3\n"
     )
     filled = [a.replace("{script}", str(script)) for a in arguments]
-    result = run("profile", *filled, "--out", str(tmp_path / "out"))
+    result = run("profile", "--out", str(tmp_path / "out"), *filled)
     assert result.exit_code == status, result.output
     assert "".join(why.replace("{script}", str(script)).split()) in "".join(result.output.split())
     assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_without_matplotlib_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(*TINY, *MOVES, "--out", str(tmp_path / "out"), "--png")
+    assert result.exit_code == 2 and "pip install 'offload[plot]'" in result.output
     assert not (tmp_path / "out").exists()

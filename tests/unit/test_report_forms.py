@@ -228,6 +228,23 @@ def test_a_callback_that_fails_is_dropped_and_training_goes_on(
     assert calls == [1]
 
 
+def test_an_interrupt_in_a_callback_leaves_no_step_open(
+    open_session: Opener, any_engine: str
+) -> None:
+    session = open_session(engine=any_engine)
+
+    def interrupt(report: StepReport) -> None:
+        raise KeyboardInterrupt
+
+    session.log_every(1, interrupt)
+    with session.step():
+        pass
+    with pytest.raises(KeyboardInterrupt), session.step():
+        pass
+    session._reporter._logs.clear()
+    session.close()
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True])
 def test_callbacks_are_checked_where_they_are_given(
     open_session: Opener, any_engine: str, steps: object
