@@ -67,8 +67,8 @@ class Profile:
         reports: of each offloaded step.
         plain_steps: from when to when each plain step ran, on the scale of the timeline.
         timeline: of all measured steps.
-        shown: of one more offloaded step, run under a meter of the memory.
-        plain_memory: of one more plain step, under the same meter.
+        shown: of another offloaded step, the fastest of three that ran under a meter of the memory.
+        plain_memory: of another plain step, likewise.
         offloaded_memory: of the step that is shown.
     """
 
