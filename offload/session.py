@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -141,7 +142,7 @@ class Session:
             >>> with offload.Session(min_offload_bytes=0, keep_last_bytes=0) as session:
             ...     with session.watch(model), session.step():
             ...         model(torch.randn(256, 64)).sum().backward()
-            ...     sorted({e.about.module for e in session.trace.events() if e.name == "spill"})
+            ...     sorted({e.about.module for e in session.trace.events() if e.name == "offload"})
             ['0', '1']
         """
         return self._hooks.scopes.watch(model)
@@ -233,7 +234,7 @@ class Session:
                 self._wait_for_autograd()
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
-        if self._reporter.is_open:
+        if self._reporter.is_open and not self._tiers.in_child:
             self._reporter.close(StepReport.of([] if newest is None else [newest]))
 
     def _take_newest(self) -> StepReport | None:
@@ -308,7 +309,7 @@ class Step:
         self._session = session
         self._counters: Counters | None = None
         self._outermost = False
-        self._range = ranged("offload::step")
+        self._range: AbstractContextManager[object] = nullcontext()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._pair: HookPair | None = None
         self._thread = 0
@@ -336,6 +337,7 @@ class Step:
             return self
         counters = Counters()
         self._session._begin(counters)
+        self._range = ranged("offload::step")
         self._range.__enter__()
         self._outermost = True
         self._counters = self._session._running.counters = counters
