@@ -150,7 +150,8 @@ class StepReport:
     @classmethod
     def of(cls, steps: Iterable[Counters]) -> "StepReport":
         """The report of one step's counters, or the sum (for peaks, the maximum) of several."""
-        return cls.summed(_report_of_one(c) for c in steps)
+        reports = [_report_of_one(c) for c in steps]
+        return reports[0] if len(reports) == 1 else cls.summed(reports)
 
     @classmethod
     def summed(cls, reports: "Iterable[StepReport]") -> "StepReport":
