@@ -195,7 +195,6 @@ class Hooks:
             if known is None:
                 block.foreign = tensor.grad_fn is None
             ticket = Ticket(block, TensorLayout.of(tensor), witness)
-            self._prefetcher.saved(ticket, self._asked.node)
             if known is None:
                 self._blocks[key] = block
                 if self.scopes.active:
@@ -204,6 +203,7 @@ class Hooks:
                 self._tiers.admit(block, storage)
             else:
                 self._counters.deduplicated_bytes += block.nbytes
+            self._prefetcher.saved(ticket, self._asked.node)
         return ticket
 
     def _come_to(self, phase: str) -> None:

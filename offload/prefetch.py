@@ -12,19 +12,28 @@ them first in, first out), so the walk starts at the ticket that was just asked 
 its forward. What this cannot know (which forward comes next, the region of a checkpoint whose
 boundary is numbered before it) is learned: a step that saves the same sizes in the same order as
 the previous one is taken to ask in the same order as well.
+
+[Note: forwards between backwards] Pipeline schedules run a forward between two backwards, and some
+run backward in two halves that ask for the same tensors. So a walk in a learned order waits where
+it comes to a forward that is not yet there, and goes on as soon as that is complete. What it passes
+that is not brought back because it has not left, or has to be asked for once before, is looked at
+again.
 """
 
 import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import torch
 
-from offload.block import Ticket
+from offload.block import State, Ticket
 from offload.tiers import Tiers
 
 MAX_FORWARDS = 256  # that one recording covers
+_MAX_DEFERRED = 64
 _Place = tuple[int, int]  # number of the tape in the step, ordinal of the ticket on the tape
+_Request = tuple[_Place, int]  # that place for the n-th time, counted from 0
 
 
 class Tape:
@@ -67,12 +76,10 @@ class Tape:
 class Recording:
     """In which order the previous step asked, and what it had saved."""
 
-    def __init__(self, tapes: list[Tape], asked: list[_Place]) -> None:
+    def __init__(self, tapes: list[Tape], asked: list[_Request]) -> None:
         self.signatures = [tape.signature for tape in tapes]
-        self.order = list(
-            dict.fromkeys(asked)
-        )  # a second backward over a retained graph adds nothing
-        self.rank = {place: rank for rank, place in enumerate(self.order)}
+        self.order = asked
+        self.rank = {request: rank for rank, request in enumerate(asked)}
 
     def covers(self, tape: Tape) -> bool:
         """Whether this forward saves what the one with its number saved in the recorded step."""
@@ -86,16 +93,22 @@ class Prefetcher:
         self._tiers = tiers
         self._tapes: list[Tape] = []
         self._open: dict[int, Tape] = {}  # by thread
-        self._asked: list[_Place] = []
+        self._asked: list[_Request] = []
+        self._times: Counter[_Place] = Counter()  # each was asked for
         self._recording = Recording([], [])
         self._walk: tuple[int, int] = (-1, -1)  # the backward and tape that the cursor belongs to
         self._cursor = 0
+        # In a learned order: passed by, and not there for sure when its turn comes.
+        self._deferred: deque[tuple[weakref.ref[Ticket], _Request]] = deque(maxlen=_MAX_DEFERRED)
 
     def begin_step(self) -> None:
         """The steps before this one are over: learn from them and forget their forwards."""
         if self._asked:
             self._recording = Recording(self._tapes, self._asked)
         self._tapes, self._open, self._asked = [], {}, []
+        self._times.clear()
+        self._deferred.clear()
+        self._walk, self._cursor = (-1, -1), 0
 
     def saved(self, ticket: Ticket, node: int | None = None) -> None:
         """A ticket was handed to autograd, by the operation with this number; ``None``: by the one
@@ -112,42 +125,82 @@ class Prefetcher:
             # It has taken its number already: the last one given out.
             node = torch._C._autograd._get_sequence_nr() - 1
         tape.append(ticket, node)
+        if self._recording.covers(tape) and self._walk[1] == -1:  # this forward is complete
+            self._bring_deferred()
+            self._bring(self._recorded())
 
     def asked(self, ticket: Ticket) -> None:
         """Backward wants this ticket now: bring back what it will want next."""
         tape = ticket.tape
         assert isinstance(tape, Tape)
         self._open.clear()  # what is saved from now on belongs to another forward
-        if tape.number < len(self._tapes) and self._tapes[tape.number] is tape:
-            self._asked.append((tape.number, ticket.ordinal))
-        for upcoming in self._upcoming(tape, ticket.ordinal):
-            if not self._tiers.prefetch(upcoming.block):
-                self._cursor -= 1  # this one is looked at again
-                return
-
-    def _upcoming(self, tape: Tape, ordinal: int) -> Iterator[Ticket]:
-        """Tickets in the order they will be asked for, from the first not yet looked at in this
-        backward.
-        """
-        recorded = (
-            self._recording.rank.get((tape.number, ordinal))
-            if self._recording.covers(tape)
-            else None
-        )
-        known = recorded is not None
-        rank = recorded if recorded is not None else tape.rank(ordinal)
+        rank = self._note(tape, ticket.ordinal)
+        known = rank is not None
+        if rank is None:
+            rank = tape.rank(ticket.ordinal)
         walk = (torch._C._current_graph_task_id(), -1 if known else id(tape))
         if walk != self._walk or self._cursor <= rank:
             self._walk, self._cursor = walk, rank + 1
-        places = self._recording.order if known else [(tape.number, i) for i in tape.order()]
-        while self._cursor < len(places):
-            number, i = places[self._cursor]
+        if known:
+            self._bring_deferred()
+        self._bring(self._recorded() if known else self._predicted(tape))
+
+    def _note(self, tape: Tape, ordinal: int) -> int | None:
+        """Record this request; its place in the learned order, ``None`` where none was learned."""
+        place = (tape.number, ordinal)
+        if tape.number >= len(self._tapes) or self._tapes[tape.number] is not tape:
+            return None  # of an earlier step
+        if not self._asked or self._asked[-1][0] != place:  # else read twice by one operation
+            self._asked.append((place, self._times[place]))
+            self._times[place] += 1
+        return self._recording.rank.get(self._asked[-1]) if self._recording.covers(tape) else None
+
+    def _bring(self, upcoming: Iterator[Ticket]) -> None:
+        for ticket in upcoming:
+            if not self._tiers.prefetch(ticket.block):
+                self._cursor -= 1  # this one is looked at again
+                return
+
+    def _bring_deferred(self) -> None:
+        """Look again at what was passed by."""
+        for _ in range(len(self._deferred)):
+            ref, request = self._deferred.popleft()
+            ticket = ref()
+            if ticket is None or self._times[request[0]] > request[1]:
+                continue  # it was asked for meanwhile
+            self._defer_if_unsure(ticket, request)
+            if not self._tiers.prefetch(ticket.block):
+                return
+
+    def _defer_if_unsure(self, ticket: Ticket, request: _Request) -> None:
+        place, nth = request
+        if self._times[place] < nth or ticket.block.state in (State.LIVE, State.OFFLOADING):
+            self._deferred.append((weakref.ref(ticket), request))
+
+    def _predicted(self, tape: Tape) -> Iterator[Ticket]:
+        """Tickets of one forward, in the order that follows from its nodes."""
+        order = tape.order()
+        while self._cursor < len(order):
             self._cursor += 1
-            ticket = self._ticket(number, i) if known else tape.ticket(i)
+            ticket = tape.ticket(order[self._cursor - 1])
             if ticket is not None:
                 yield ticket
 
-    def _ticket(self, number: int, ordinal: int) -> Ticket | None:
-        if number >= len(self._tapes) or not self._recording.covers(self._tapes[number]):
-            return None
-        return self._tapes[number].ticket(ordinal)
+    def _recorded(self) -> Iterator[Ticket]:
+        """Tickets in the order of the recorded step, up to a forward that is not complete."""
+        order = self._recording.order
+        while self._cursor < len(order):
+            (number, ordinal), _ = request = order[self._cursor]
+            if number >= len(self._tapes):
+                return
+            tape = self._tapes[number]
+            if not self._recording.covers(tape):
+                if tape in self._open.values():
+                    return
+                self._cursor += 1
+                continue
+            self._cursor += 1
+            ticket = tape.ticket(ordinal)
+            if ticket is not None:
+                self._defer_if_unsure(ticket, request)
+                yield ticket

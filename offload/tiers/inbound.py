@@ -34,10 +34,12 @@ class Inbound:
         lane = self._common.lane
         if block.state in (State.LIVE, State.OFFLOADING, State.FETCHING):
             return True
-        if (lane.host_is_device and block.state is not State.DISK) or block.resident() is not None:
-            return True
         if block.reservation is not None:
             return True  # fetched already, about to be reloaded
+        # Whoever keeps the original alive may let go of it: a slot that is still there is better.
+        in_slot = lane.host_is_device and block.state is not State.DISK
+        if block.resident() is not None and not in_slot:
+            return True
         hold = self.ahead.reserve(block.nbytes, alone=True) if self.ahead.limit_bytes else None
         if hold is None:
             return False
@@ -50,6 +52,8 @@ class Inbound:
                 self._fetching.append(weakref.ref(block))
         elif self._try_reload(block):
             block.reservation = hold
+            if lane.host_is_device:  # still being written: it keeps its slot, and is not read
+                self._common.counters.forwarded_bytes += block.nbytes
         else:
             return False
         self._guesses.append(weakref.ref(block))

@@ -1,11 +1,14 @@
 """The predicted order against the order autograd really asks in, and what that saves."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.prefetch import Prefetcher
+from tests.doubles import LazyEngine
 from tests.support import chain, drain, ints, net, rand
 
 AMPLE = {"window_bytes": "8MiB", "prefetch_bytes": "8MiB"}
@@ -14,7 +17,7 @@ AMPLE = {"window_bytes": "8MiB", "prefetch_bytes": "8MiB"}
 def asked_and_predicted(prefetcher: Prefetcher) -> tuple[list[int], list[int]]:
     """Ordinals of a step's one forward: as first asked for, and of these as predicted."""
     assert len(prefetcher._tapes) == 1
-    asked = list(dict.fromkeys(ordinal for _, ordinal in prefetcher._asked))
+    asked = list(dict.fromkeys(ordinal for (_, ordinal), _ in prefetcher._asked))
     return asked, [i for i in prefetcher._tapes[0].order() if i in asked]
 
 
@@ -63,7 +66,7 @@ def test_two_losses_of_one_forward(open_session, any_engine: str) -> None:
     prefetcher = session._hooks._prefetcher
     order = prefetcher._tapes[0].order()
     for part in (prefetcher._asked[:count], prefetcher._asked[count:]):
-        ranks = [order.index(ordinal) for _, ordinal in part]
+        ranks = [order.index(ordinal) for (_, ordinal), _ in part]
         assert ranks == sorted(ranks)
 
 
@@ -134,6 +137,88 @@ def test_interleaved_micro_batches_are_learned(open_session, any_engine: str, or
     micro_batches(session, x, order)
     for _ in range(2):
         assert micro_batches(session, x, order).misses <= 1
+
+
+def pipeline(session: offload.Session, x: torch.Tensor, depth: int) -> offload.StepReport:
+    """Six forwards, of which ``depth`` wait for their backward at a time, first in, first out; all
+    that has left is on the disk before each backward.
+    """
+    with session.step() as step:
+        waiting: deque[torch.Tensor] = deque()
+        for i in range(6):
+            h = x * (i + 1.0)
+            waiting.append(chain(h, 6))
+            del h
+            drain(session)
+            if len(waiting) == depth:
+                waiting.popleft().backward()
+        while waiting:
+            drain(session)
+            waiting.popleft().backward()
+    return step.report
+
+
+@pytest.mark.parametrize("keep_last_bytes", [0, 3 * 48 * 48 * 8])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_forwards_between_backwards_are_learned(
+    open_session, any_engine: str, depth: int, keep_last_bytes: int
+) -> None:
+    """What a backward will ask for is called back in the forward before it, at the latest."""
+    session = open_session(engine=any_engine, keep_last_bytes=keep_last_bytes, **AMPLE)
+    x = ints(48, 48).requires_grad_()
+    pipeline(session, x, depth)
+    for _ in range(2):
+        assert pipeline(session, x, depth).misses == 0
+
+
+def test_saved_tensors_asked_for_twice_are_learned(open_session, any_engine: str) -> None:
+    """Zero-bubble schedules run the backward of inputs first, and that of weights much later."""
+    session = open_session(engine=any_engine, **AMPLE)
+    x = rand(64, 64).requires_grad_()
+    weight = rand(64, 64, seed=1).requires_grad_()
+
+    def step() -> offload.StepReport:
+        with session.step() as step:
+            losses = [chain((x @ weight) * i, 4) for i in range(1, 4)]
+            drain(session)
+            for loss in losses:
+                torch.autograd.grad(loss, x, retain_graph=True)
+                drain(session)
+            for loss in losses:
+                torch.autograd.grad(loss, weight)
+                drain(session)
+        return step.report
+
+    step()
+    for _ in range(2):
+        assert step().misses == 0
+
+
+def test_what_is_still_being_written_is_kept_for_backward(real_engine) -> None:
+    """The write ends between the moment the block is foreseen and the moment it is asked for."""
+    session = offload.Session(
+        min_offload_bytes=0,
+        keep_last_bytes=0,
+        _engine=LazyEngine(real_engine, reads=False),
+        **AMPLE,
+    )
+    x = rand(64, 64).requires_grad_()
+    with session, session.step() as step:
+        h = chain_of(x, 4)
+        h.register_hook(lambda grad: drain(session))  # after the first requests of backward
+        loss = chain(h, 4)
+        del h
+        loss.backward()
+        del loss
+    assert (step.report.hits, step.report.misses) == (8, 0)
+    assert step.report.read_bytes == 0
+    assert step.report.forwarded_bytes == 8 * 64 * 64 * 4
+
+
+def chain_of(x: torch.Tensor, length: int) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x
 
 
 def test_checkpointed_blocks_are_learned(open_session, any_engine: str) -> None:
