@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 
 from offload.block import Block, Ticket, VersionWitness, modified_in_place
 from offload.config import Config
+from offload.dtensor import Wrapper, part_of
 from offload.layout import TensorLayout
 from offload.live import is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor
@@ -116,6 +117,8 @@ class Hooks:
             if self._tiers.in_child:
                 return
             for ticket in packed:
+                if isinstance(ticket, Wrapper):
+                    ticket = ticket.packed
                 if isinstance(ticket, Ticket) and not self._tiers.prefetch(ticket.block):
                     return
 
@@ -152,7 +155,7 @@ class Hooks:
         if _is_part_of_data(tensor, nbytes):
             return self._kept("view", nbytes)
         if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor):
-            return self._kept("kind", nbytes)
+            return self._pack_part(tensor, nbytes)
         placement = self._asked.placement
         if placement is None:
             placement = self._policy(
@@ -173,6 +176,14 @@ class Hooks:
             self._kept("backward", nbytes)
             return tensor.detach(), tensor._version
         return self._take(tensor, storage, placement)
+
+    def _pack_part(self, tensor: torch.Tensor, nbytes: int) -> object:
+        """The same for a tensor without plain bytes of its own, which may have some within."""
+        part = part_of(tensor) if self._is_managed(tensor.device) else None
+        if part is None:
+            return self._kept("kind", nbytes)
+        packed = self._pack(part)
+        return Wrapper(tensor, packed) if packed is not None else None
 
     def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
@@ -219,6 +230,8 @@ class Hooks:
             return alias  # type: ignore[no-any-return]
         if type(packed) is Passed:
             return packed.unpack(packed.packed)
+        if type(packed) is Wrapper:
+            return packed.around(self.unpack(packed.packed))
         ticket: Ticket = packed
         ticket.witness.check(ticket.layout)
         with self._tiers.lock:

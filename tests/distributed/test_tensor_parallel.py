@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,7 +72,8 @@ def tensor_parallel(directory: str, sequence: bool) -> offload.StepReport:
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_tensor_parallel(two: Ranks, tmp_path: Path, sequence: bool) -> None:
     for report in two.run(tensor_parallel, str(tmp_path), sequence):
-        assert report.offloaded_blocks > 0
+        assert report.kept_bytes.keys() == {"parameter"}
+        assert report.offloaded_bytes > 0
         print(report)
 
 
@@ -91,5 +91,6 @@ def two_dimensions(directory: str) -> offload.StepReport:
 
 def test_tensor_parallel_within_fsdp(four: Ranks, tmp_path: Path) -> None:
     for report in four.run(two_dimensions, str(tmp_path)):
-        assert report.offloaded_blocks > 0
+        assert report.kept_bytes.keys() == {"parameter"}
+        assert report.offloaded_bytes > 0
         print(report)

@@ -16,6 +16,7 @@ LAYERS = [
     {"engines"},
     {"store", "lanes"},
     {"block", "placement"},
+    {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"session"},
     {"integrations", "measure"},
