@@ -12,6 +12,7 @@ from offload.machine import (
     available_memory_bytes,
     filesystem_of,
     has_huge_page_tensors,
+    local_processes,
     total_memory_bytes,
 )
 from offload.units import format_bytes, parse_bytes
@@ -86,21 +87,17 @@ def _to_device(value: str | torch.device | None) -> torch.device:
     return device
 
 
+def _to_threads(value: int | None) -> int:
+    """The number given; else two, or one where several processes do I/O side by side
+    (``scripts/bench_ranks.py``).
+    """
+    return value if value is not None else (2 if local_processes() == 1 else 1)
+
+
 def _accelerator() -> torch.device | None:
     """The kind of accelerator here. One that shares the host's memory (mps) is none for us."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None or device.type == "mps" else torch.device(device.type)
-
-
-def _local_processes() -> int:
-    """How many processes share this machine, as launchers such as torchrun say."""
-    text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(
-            f"$LOCAL_WORLD_SIZE is {text!r}, not a number of processes on this machine: "
-            "unset it, or give host_budget"
-        )
-    return int(text)
 
 
 @attrs.frozen(kw_only=True)
@@ -116,11 +113,15 @@ class Config:
             where the extension was built, else aio with one warning.
         disk_dir: directory of the scratch file. ``None``: ``$OFFLOAD_DIR``, else the system's
             temporary directory. The file never has a name, so nothing of it survives the process.
-        disk_budget: most bytes of that file. ``None``: what the file system has.
-        host_budget: most bytes of host memory that hold copies on their way out or back.
-            ``None``: ``window_bytes + prefetch_bytes`` on ``"cpu"``; with an accelerator, half of
-            what is available now, divided by the processes on this machine
-            (``$LOCAL_WORLD_SIZE``). It is taken and pinned as need grows.
+        disk_budget: most bytes of the scratch files of all processes on this machine, each of
+            which takes an equal share. ``None``: what the file system has.
+        host_budget: most bytes of host memory that hold copies on their way out or back, shared
+            like ``disk_budget``. ``None``: ``window_bytes + prefetch_bytes`` of each process on
+            ``"cpu"``; with an accelerator, half of what is available now. It is taken and pinned
+            as need grows.
+        budget_scope: ``"node"``: the two budgets are those of this machine, and divided by the
+            processes on it (``$LOCAL_WORLD_SIZE``, which torchrun sets). ``"rank"``: they are those
+            of this process.
         min_offload_bytes: storages smaller than this stay where they are.
         window_bytes: most bytes on their way out at one time: of storages being copied from an
             accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
@@ -141,7 +142,8 @@ class Config:
         on_error: what a failed write does. ``"keep"``: the tensor stays in memory and the step
             goes on; one warning and the report say so. ``"raise"``: the same, and the step raises
             ``StorageError`` at its end.
-        io_threads: threads that read and write.
+        io_threads: threads that read and write. ``None``: two, or one where several processes
+            share this machine, which are as fast together.
         io_block_bytes: the largest single read or write.
 
     Raises:
@@ -160,6 +162,7 @@ class Config:
     disk_dir: str = field(default=None, converter=_to_directory)
     disk_budget: int | None = _size(None)
     host_budget: int | None = _size(None)
+    budget_scope: Literal["node", "rank"] = field(default="node", validator=_one_of("node", "rank"))
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)
     prefetch_bytes: int = _size(48 * MiB)
@@ -168,18 +171,29 @@ class Config:
     verify: bool = field(default=False, validator=_one_of(True, False))
     verify_recompute: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
-    io_threads: int = field(default=2)
+    io_threads: int = field(default=None, converter=_to_threads)
     io_block_bytes: int = _size(8 * MiB)
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory for bytes on their way or at rest: ``host_budget`` or its default."""
+        """Host memory for bytes on their way or at rest: this process's share of ``host_budget``,
+        or its default.
+        """
         if self.host_budget is not None:
-            return self.host_budget
+            return self.host_budget // self._shares
         windows_bytes = self.window_bytes + self.prefetch_bytes
         if self.device.type == "cpu":
             return windows_bytes
-        return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
+        return max(windows_bytes, available_memory_bytes() // 2 // local_processes())
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Most bytes of this process's scratch file; ``None``: what the file system has."""
+        return None if self.disk_budget is None else self.disk_budget // self._shares
+
+    @property
+    def _shares(self) -> int:
+        return local_processes() if self.budget_scope == "node" else 1
 
     @property
     def heap_trim_bytes(self) -> int:
@@ -201,14 +215,17 @@ class Config:
         for name in ("window_bytes", "io_block_bytes"):
             if getattr(self, name) < 4096:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 4096 bytes")
-        if self.host_budget is not None and self.host_budget < self.window_bytes:
+        shares = self._shares
+        if self.host_budget is not None and self.host_budget // shares < self.window_bytes:
+            among = f" shared by {shares} processes" if shares > 1 else ""
             raise ValueError(
-                f"host_budget is {format_bytes(self.host_budget)}, less than window_bytes of "
-                f"{format_bytes(self.window_bytes)}: lower window_bytes or raise host_budget"
+                f"host_budget is {format_bytes(self.host_budget)}{among}, less than window_bytes "
+                f"of {format_bytes(self.window_bytes)}: lower window_bytes or raise host_budget"
             )
 
         memory_bytes = total_memory_bytes()
-        wanted_bytes = self.host_budget or self.window_bytes + self.prefetch_bytes
+        windows_bytes = (self.window_bytes + self.prefetch_bytes) * local_processes()
+        wanted_bytes = self.host_budget or windows_bytes
         if wanted_bytes > memory_bytes:
             named = "host_budget is" if self.host_budget else "window_bytes and prefetch_bytes are"
             raise ValueError(

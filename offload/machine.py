@@ -1,7 +1,11 @@
-"""What this machine offers: memory, and the file system that a directory is on."""
+"""What this machine offers to this process: memory, processors, and the file system that a
+directory is on.
+"""
 
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import psutil
@@ -59,25 +63,108 @@ def has_huge_page_tensors(setting: str = "/sys/kernel/mm/transparent_hugepage/en
     return "[always]" in mode or (asked and "[madvise]" in mode)
 
 
-def total_memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its control group's limit where that is
-    lower.
+def local_processes() -> int:
+    """How many processes share this machine, as launchers such as torchrun say.
+
+    Raises:
+        ValueError: ``$LOCAL_WORLD_SIZE`` is no number.
     """
-    total = int(psutil.virtual_memory().total)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as f:
-                text = f.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return min(total, int(text))
-    return total
+    text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"$LOCAL_WORLD_SIZE is {text!r}, not a number of processes on this machine: "
+            "unset it, or set it to that number"
+        )
+    return int(text)
 
 
-def available_memory_bytes() -> int:
+class _Group(NamedTuple):
+    """One control group above this process, as far as it limits memory."""
+
+    limit_bytes: int
+    used_bytes: int  # without what the kernel would give up first
+
+
+def total_memory_bytes(root: str = "/") -> int:
+    """Memory this process may use: the machine's, or the least that a control group above it
+    allows.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    limits = [group.limit_bytes for group in _control_groups(root)]
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def available_memory_bytes(root: str = "/") -> int:
     """Memory this process could take now without others being swapped out, within its control
-    group.
+    groups.
     """
-    available = int(psutil.virtual_memory().available)
-    return min(available, total_memory_bytes())
+    rooms = [max(0, group.limit_bytes - group.used_bytes) for group in _control_groups(root)]
+    return min([int(psutil.virtual_memory().available), *rooms])
+
+
+def _control_groups(root: str) -> Iterator[_Group]:
+    """The groups of this process, from its own to the topmost, that have a limit."""
+    for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            top, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts), -1, -1):  # in a container only the topmost may be there
+            group = _control_group(os.path.join(root, top, *parts[:depth]), *names)
+            if group is not None:
+                yield group
+
+
+def _control_group(directory: str, limit: str, usage: str, inactive: str) -> _Group | None:
+    limit_text = _text(os.path.join(directory, limit)).strip()
+    if not limit_text.isdigit():  # "max", or none of this name
+        return None
+    used_text = _text(os.path.join(directory, usage)).strip()
+    used_bytes = int(used_text) if used_text.isdigit() else 0
+    for line in _text(os.path.join(directory, "memory.stat")).splitlines():
+        name, _, count = line.partition(" ")
+        if name == inactive:
+            used_bytes -= int(count)
+    return _Group(int(limit_text), max(0, used_bytes))
+
+
+def cpus_near_pci_device(address: str, root: str = "/") -> set[int]:
+    """The processors of the NUMA node that a PCI device hangs on.
+
+    Empty where there is but one node, or where the kernel does not tell.
+
+    Args:
+        address: as the kernel writes it, ``"0000:3b:00.0"``.
+        root: where ``sys`` lies.
+    """
+    nodes = os.path.join(root, "sys/devices/system/node")
+    names = os.listdir(nodes) if os.path.isdir(nodes) else []
+    if sum(re.fullmatch(r"node\d+", name) is not None for name in names) < 2:
+        return set()
+    device = os.path.join(root, "sys/bus/pci/devices", address.lower())
+    node = _text(os.path.join(device, "numa_node")).strip()  # -1: not known
+    return _cpu_list(_text(os.path.join(nodes, f"node{node}/cpulist")))
+
+
+def _cpu_list(text: str) -> set[int]:
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as f:
+            return f.read()
+    except OSError:
+        return ""

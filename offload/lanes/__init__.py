@@ -5,9 +5,19 @@ from offload.lanes.accelerator import AcceleratorLane
 from offload.lanes.base import DONE, Fence, Lane, Passage
 from offload.lanes.cpu import CpuLane
 from offload.lanes.order import open_order
-from offload.lanes.pinning import Pinner, pinner_for
+from offload.lanes.pinning import Pinner, cpus_near, on_cpus, pinner_for
 
-__all__ = ["DONE", "Fence", "Lane", "Passage", "Pinner", "open_lane", "pinner_for"]
+__all__ = [
+    "DONE",
+    "Fence",
+    "Lane",
+    "Passage",
+    "Pinner",
+    "cpus_near",
+    "on_cpus",
+    "open_lane",
+    "pinner_for",
+]
 
 
 def open_lane(device_type: str, engine: Engine) -> Lane:

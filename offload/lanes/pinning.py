@@ -9,10 +9,12 @@ Where there is none, copies are right and block the host.
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import pynvml
 import torch
+
+from offload.machine import cpus_near_pci_device
 
 
 class Pinner(Protocol):
@@ -33,7 +35,7 @@ class _CudaPinner:
     def pin(self, address: int, nbytes: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # This is where the pages come into being, in the memory nearest to the processor that asks.
-        with on_cpus(_cpus_near(torch.cuda.current_device())):
+        with on_cpus(cpus_near(torch.device("cuda"))):
             code = runtime.cudaHostRegister(address, nbytes, self._PORTABLE)
         torch.cuda.check_error(int(code))
 
@@ -44,8 +46,27 @@ class _CudaPinner:
         torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
 
-def _cpus_near(index: int) -> set[int]:
-    """The CPUs of the NUMA node that a GPU hangs on, as NVML tells; empty where it does not."""
+def cpus_near(device: torch.device) -> set[int]:
+    """The processors next to a device; empty where that makes no difference or is not known.
+
+    Memory that a thread on one of them fills first is the device's nearest, and threads that are
+    started there stay there.
+    """
+    if device.type != "cuda":
+        return set()
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    properties: Any = torch.cuda.get_device_properties(index)
+    try:
+        address = (
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+            f":{properties.pci_device_id:02x}.0"
+        )
+    except AttributeError:  # an older torch
+        return _cpus_by_nvml(index)
+    return cpus_near_pci_device(address) or _cpus_by_nvml(index)
+
+
+def _cpus_by_nvml(index: int) -> set[int]:
     try:
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"

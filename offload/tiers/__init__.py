@@ -22,7 +22,7 @@ from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
 from offload.forks import generation
-from offload.lanes import Lane, open_lane, pinner_for
+from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.report import Counters
 from offload.tiers.allocator import AllocatorPeak
@@ -48,7 +48,9 @@ class Tiers:
         self.lock = threading.RLock()
         self._generation = generation()
         self._config = config
-        engine = engine if engine is not None else open_engine(config)
+        if engine is None:
+            with on_cpus(cpus_near(config.device)):  # its threads stay on the processors of now
+                engine = open_engine(config)
         kind = config.device.type
         host = HostTier(engine, config.arena_bytes, pinner_for(kind))
         opened = lane(engine) if lane is not None else open_lane(kind, engine)

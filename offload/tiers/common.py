@@ -23,7 +23,7 @@ class Common:
         self.engine = engine
         self.lane = lane
         self.host = host
-        self.store = DiskStore(engine, config.disk_dir, config.disk_budget)
+        self.store = DiskStore(engine, config.disk_dir, config.disk_bytes)
         self.heap = Heap(config.heap_trim_bytes if lane.host_is_device else 0)
         self.trace = Trace()
         self.live = LiveBytes()

@@ -276,7 +276,7 @@ def test_processes_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert config.arena_bytes == pytest.approx(alone / 4, rel=0.2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
-    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is 'four'.*or give host_budget"):
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is 'four'.*or set it to that number"):
         offload.Session(device="sim", disk_dir=tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_io_threads() -> None:
     for value in (0, 65, -1):
         with pytest.raises(ValueError, match=f"io_threads is {value}; give 1 to 64"):
             Config(io_threads=value)
-    for value in (True, 2.0, "2", None):
+    for value in (True, 2.0, "2"):
         with pytest.raises(TypeError, match=r"io_threads is .*; give an int"):
             Config(io_threads=value)
 
@@ -306,3 +306,34 @@ def test_the_process_is_trimmed_where_page_faults_are_cheap(
     assert Config().heap_trim_bytes == (96 * MiB if has_huge_page_tensors() else 0)
     assert Config(trim_bytes="1MiB").heap_trim_bytes == 1 * MiB
     assert Config(trim_bytes=0).heap_trim_bytes == 0
+
+
+def test_processes_of_a_machine_share_its_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read when they are used, so that a configuration can be made before the ranks are."""
+    config = Config(host_budget="256MiB", disk_budget="1GiB", device="cpu")
+    own = Config(host_budget="256MiB", disk_budget="1GiB", device="cpu", budget_scope="rank")
+    assert (config.arena_bytes, config.disk_bytes) == (256 << 20, 1 << 30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (config.arena_bytes, config.disk_bytes) == (64 << 20, 256 << 20)
+    assert (own.arena_bytes, own.disk_bytes) == (256 << 20, 1 << 30)
+    assert Config().disk_bytes is None
+
+
+def test_a_share_must_hold_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    Config(host_budget="128MiB", window_bytes="32MiB")
+    with pytest.raises(ValueError, match="host_budget is 100 MiB shared by 4 processes, less than"):
+        Config(host_budget="100MiB", window_bytes="32MiB")
+    Config(host_budget="100MiB", window_bytes="32MiB", budget_scope="rank")
+    with pytest.raises(ValueError, match="budget_scope is 'machine'; choose one of 'node', 'rank'"):
+        Config(budget_scope="machine")
+
+
+def test_several_processes_need_fewer_threads_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config().io_threads == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Config().io_threads == 1
+    assert Config(io_threads=3).io_threads == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two', not a number of processes"):
+        Config()
