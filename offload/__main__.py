@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from offload import __version__, demo
+from offload import __version__, demo, merge_traces
 from offload.profiler import command as profiler_command
 
 __all__ = ["main"]
@@ -18,6 +18,7 @@ def main() -> None:
 
 main.add_command(demo.command)
 main.add_command(profiler_command.command)
+main.add_command(merge_traces.command)
 
 if __name__ == "__main__":
     main(prog_name="offload")

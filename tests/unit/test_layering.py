@@ -18,11 +18,12 @@ LAYERS = [
     {"block", "placement"},
     {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
+    {"distributed"},
     {"session"},
     {"integrations", "measure"},
     {"workloads"},
     {"targets"},
-    {"__main__", "__init__", "demo", "profiler"},
+    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
