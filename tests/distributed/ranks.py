@@ -69,7 +69,8 @@ class Ranks:
 
     def finish(self, ranks: list[int] | None = None) -> list[Any]:
         """The results of ``start``, of some ranks or of all."""
-        waiting = {self._connections[r]: r for r in ranks or range(self.world_size)}
+        ranks = list(range(self.world_size)) if ranks is None else ranks
+        waiting = {self._connections[r]: r for r in ranks}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + TASK_SECONDS

@@ -1,8 +1,11 @@
 """Tensor and sequence parallelism over DTensor, also together with FSDP2."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import offload
-from tests.distributed.programs import Run, compared, trained, transformer
+from tests.distributed.programs import Run, compared, opened, trained, transformer
 from tests.distributed.ranks import Ranks
+from tests.support import drain, rand
 
 TENSOR = {
     "attention.q": ColwiseParallel(),
@@ -74,7 +78,40 @@ def test_tensor_parallel(two: Ranks, tmp_path: Path, sequence: bool) -> None:
     for report in two.run(tensor_parallel, str(tmp_path), sequence):
         assert report.kept_bytes.keys() == {"parameter"}
         assert report.offloaded_bytes > 0
-        print(report)
+
+
+def lives_of_a_dtensor(directory: str) -> None:
+    """Its part leaves memory, comes back under a wrapper of the same kind, twice if need be, and a
+    change in place is noticed although it is the wrapper's.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(rand(8, 8), mesh, [Shard(0)], run_check=False).requires_grad_()
+    with opened(directory) as session:
+        with session.step() as step:
+            h = x * 2
+            part = weakref.ref(h.to_local().untyped_storage())
+            loss = h.exp().sin().to_local().sum()
+            del h
+            gc.collect()
+            drain(session)
+            assert part() is None, "it still takes up memory"
+            loss.backward(retain_graph=True)
+            (first,) = torch.autograd.grad(loss, x)
+            assert isinstance(first, DTensor)
+            assert torch.equal(first.to_local(), x.grad.to_local())
+            assert step.report.kept_bytes == {}
+        loss = first = None
+        with session.step():
+            h = x * 2
+            loss = h.sin().to_local().sum()
+            h.add_(1)
+            with pytest.raises(RuntimeError, match=r"modified by an inplace.*\[16, 8\]"):
+                loss.backward()
+            h = loss = None
+
+
+def test_lives_of_a_dtensor(two: Ranks, tmp_path: Path) -> None:
+    two.run(lives_of_a_dtensor, str(tmp_path))
 
 
 def two_dimensions(directory: str) -> offload.StepReport:
@@ -93,4 +130,3 @@ def test_tensor_parallel_within_fsdp(four: Ranks, tmp_path: Path) -> None:
     for report in four.run(two_dimensions, str(tmp_path)):
         assert report.kept_bytes.keys() == {"parameter"}
         assert report.offloaded_bytes > 0
-        print(report)
