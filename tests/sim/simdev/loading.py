@@ -88,6 +88,9 @@ def _device_module(module: Any) -> types.ModuleType:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "Stream": lambda device=None, priority=0: torch.Stream("sim"),
+        "Event": lambda *_, **__: torch.Event("sim"),
+        "stream": lambda stream: stream,  # is a context manager
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "manual_seed": module.manual_seed,
         "manual_seed_all": module.manual_seed,
