@@ -132,7 +132,8 @@ class RankReports:
         for name, figure in self.figures.items():
             if figure.high:
                 shown = [_shown(name, v) for v in (figure.low, figure.median, figure.high)]
-                table.add_row(name, *shown, str(figure.high_rank))
+                words = name.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+                table.add_row(words, *shown, str(figure.high_rank))
         slow = self.straggler
         table.caption = (
             "no rank waits longer for its transfers than the others"

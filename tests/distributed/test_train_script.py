@@ -1,0 +1,53 @@
+"""The example that trains on several ranks: what it compares, and that it sees a difference."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import offload
+from tests.distributed.ranks import Ranks
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def script() -> Any:
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    import train_fsdp
+
+    return train_fsdp
+
+
+def both_runs(directory: str, kind: str, recompute: bool) -> tuple[bool, bool, int]:
+    train = script()
+    workload, device = train.preset("gpt-tiny"), torch.device("cpu")
+    plain = train.train(workload, kind, 2, device, None, False)
+    with offload.Session(disk_dir=directory, min_offload_bytes=4096, keep_last_bytes=0) as session:
+        ours = train.train(workload, kind, 2, device, session, recompute)
+        moved_bytes = session.report().offloaded_bytes
+    other = replace(ours, gradients=[*ours.gradients[:-1], "0"])
+    same = train._same({"plain": [plain], "offloaded": [ours]})
+    return same, train._same({"plain": [plain], "offloaded": [other]}), moved_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_both_runs_have_the_same_bits(
+    two: Ranks, tmp_path: Path, kind: str, recompute: bool
+) -> None:
+    for same, changed, moved_bytes in two.run(both_runs, str(tmp_path), kind, recompute):
+        assert same
+        assert not changed
+        assert moved_bytes > 0
+
+
+def test_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    result = CliRunner().invoke(script().main, [])
+    assert result.exit_code == 2
+    assert "torchrun" in result.output
