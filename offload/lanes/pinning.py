@@ -50,9 +50,10 @@ def cpus_near(device: torch.device) -> set[int]:
     """The processors next to a device; empty where that makes no difference or is not known.
 
     Memory that a thread on one of them fills first is the device's nearest, and threads that are
-    started there stay there.
+    started there stay there. Before the process has used its device, which one that will be is not
+    known either, and to ask would begin to use one.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return set()
     index = device.index if device.index is not None else torch.cuda.current_device()
     properties: Any = torch.cuda.get_device_properties(index)

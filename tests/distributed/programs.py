@@ -17,7 +17,7 @@ import offload
 from tests.conftest import assert_empty
 from tests.support import assert_identical, scratch_files
 
-WIDTH, HEADS, ROWS, LENGTH, LAYERS = 32, 4, 4, 16, 3
+WIDTH, HEADS, ROWS, LENGTH, LAYERS = 32, 4, 4, 16, 2
 
 
 class Run:
