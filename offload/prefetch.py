@@ -34,6 +34,7 @@ MAX_FORWARDS = 256  # that one recording covers
 _MAX_DEFERRED = 64
 _Place = tuple[int, int]  # number of the tape in the step, ordinal of the ticket on the tape
 _Request = tuple[_Place, int]  # that place for the n-th time, counted from 0
+_Deferred = deque[tuple[weakref.ref[Ticket], _Request]]
 
 
 class Tape:
@@ -98,8 +99,10 @@ class Prefetcher:
         self._recording = Recording([], [])
         self._walk: tuple[int, int] = (-1, -1)  # the backward and tape that the cursor belongs to
         self._cursor = 0
-        # In a learned order: passed by, and not there for sure when its turn comes.
-        self._deferred: deque[tuple[weakref.ref[Ticket], _Request]] = deque(maxlen=_MAX_DEFERRED)
+        # Passed by in a learned order, and perhaps not there when their turn comes: what may still
+        # leave while a forward runs, and what has to be asked for before.
+        self._staying: _Deferred = deque(maxlen=_MAX_DEFERRED)
+        self._again: _Deferred = deque(maxlen=_MAX_DEFERRED)
 
     def begin_step(self) -> None:
         """The steps before this one are over: learn from them and forget their forwards."""
@@ -107,7 +110,8 @@ class Prefetcher:
             self._recording = Recording(self._tapes, self._asked)
         self._tapes, self._open, self._asked = [], {}, []
         self._times.clear()
-        self._deferred.clear()
+        self._staying.clear()
+        self._again.clear()
         self._walk, self._cursor = (-1, -1), 0
 
     def saved(self, ticket: Ticket, node: int | None = None) -> None:
@@ -126,7 +130,7 @@ class Prefetcher:
             node = torch._C._autograd._get_sequence_nr() - 1
         tape.append(ticket, node)
         if self._recording.covers(tape) and self._walk[1] == -1:  # this forward is complete
-            self._bring_deferred()
+            self._look_again(self._staying)
             self._bring(self._recorded())
 
     def asked(self, ticket: Ticket) -> None:
@@ -142,7 +146,7 @@ class Prefetcher:
         if walk != self._walk or self._cursor <= rank:
             self._walk, self._cursor = walk, rank + 1
         if known:
-            self._bring_deferred()
+            self._look_again(self._again)
         self._bring(self._recorded() if known else self._predicted(tape))
 
     def _note(self, tape: Tape, ordinal: int) -> int | None:
@@ -161,21 +165,23 @@ class Prefetcher:
                 self._cursor -= 1  # this one is looked at again
                 return
 
-    def _bring_deferred(self) -> None:
-        """Look again at what was passed by."""
-        for _ in range(len(self._deferred)):
-            ref, request = self._deferred.popleft()
+    def _look_again(self, deferred: _Deferred) -> None:
+        """Bring back what was passed by, as far as there is room."""
+        for _ in range(len(deferred)):
+            ref, request = deferred.popleft()
             ticket = ref()
             if ticket is None or self._times[request[0]] > request[1]:
                 continue  # it was asked for meanwhile
-            self._defer_if_unsure(ticket, request)
             if not self._tiers.prefetch(ticket.block):
+                deferred.append((ref, request))
                 return
+            self._defer_if_unsure(ticket, request)
 
     def _defer_if_unsure(self, ticket: Ticket, request: _Request) -> None:
-        place, nth = request
-        if self._times[place] < nth or ticket.block.state in (State.LIVE, State.OFFLOADING):
-            self._deferred.append((weakref.ref(ticket), request))
+        if self._times[request[0]] < request[1]:
+            self._again.append((weakref.ref(ticket), request))
+        elif ticket.block.state in (State.LIVE, State.OFFLOADING):
+            self._staying.append((weakref.ref(ticket), request))
 
     def _predicted(self, tape: Tape) -> Iterator[Ticket]:
         """Tickets of one forward, in the order that follows from its nodes."""
@@ -202,5 +208,5 @@ class Prefetcher:
             self._cursor += 1
             ticket = tape.ticket(ordinal)
             if ticket is not None:
-                self._defer_if_unsure(ticket, request)
                 yield ticket
+                self._defer_if_unsure(ticket, request)  # not if it has found no room

@@ -171,6 +171,21 @@ def test_forwards_between_backwards_are_learned(
         assert pipeline(session, x, depth).misses == 0
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_forwards_in_flight_share_one_window(open_session, any_engine: str, depth: int) -> None:
+    """Looking ahead into the next backward takes no more memory, and reads nothing twice."""
+    nbytes = 48 * 48 * 8
+    options = {"window_bytes": "8MiB", "prefetch_bytes": 4 * nbytes}
+    session = open_session(engine=any_engine, **options)
+    x = ints(48, 48).requires_grad_()
+    pipeline(session, x, depth)
+    for _ in range(2):
+        report = pipeline(session, x, depth)
+        assert report.misses == 0
+        assert report.read_bytes <= report.written_bytes
+    assert session._tiers.inbound.ahead.peak_bytes == 4 * nbytes
+
+
 def test_saved_tensors_asked_for_twice_are_learned(open_session, any_engine: str) -> None:
     """Zero-bubble schedules run the backward of inputs first, and that of weights much later."""
     session = open_session(engine=any_engine, **AMPLE)
