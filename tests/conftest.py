@@ -107,6 +107,8 @@ def session(open_session: Opener, engine: str) -> offload.Session:
 
 def close_and_check(session: offload.Session, passed: bool) -> None:
     """Close; after a test that passed, nothing may be left."""
+    # A thread of autograd's lets go of a graph, or of an error, a moment after it is done.
+    wait_until(lambda: session._hooks.live_blocks == 0)
     live_blocks = session._hooks.live_blocks
     session.close()
     if passed:
