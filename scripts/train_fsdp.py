@@ -33,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from offload.distributed import RankReports, gather
 from offload.measure import activation_meter, fingerprint, session_options
+from offload.merge_traces import merged_trace
+from offload.profiler import profile
 from offload.units import format_bytes, format_seconds
 from offload.workloads import PRESETS, Workload, preset
 
@@ -122,6 +124,30 @@ def held_out_loss(workload: Workload, model: nn.Module, device: torch.device) ->
     return float(mean.item()) / dist.get_world_size()
 
 
+def profiled(
+    workload: Workload, kind: str, device: torch.device, directory: Path, options: dict[str, Any]
+) -> Path:
+    """Profile a step on every rank; the ranks' timelines in one file."""
+    rank = dist.get_rank()
+    inner = workload.build(seed=0)
+    model = parallel(inner, kind, device)
+    batch = tuple(t.to(device) for t in next(workload.batches(1, seed=1 + rank)))
+
+    def step() -> None:
+        workload.step(model, batch).backward()
+        model.zero_grad()
+
+    # A fixed number of steps: all ranks run the same collectives.
+    found = profile(step, model=inner, steps=3, warmup=1, name=workload.name, **options)
+    directory.mkdir(parents=True, exist_ok=True)
+    traces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(traces, found.trace())
+    path = directory / "ranks.json"
+    if rank == 0:
+        path.write_text(json.dumps(merged_trace(traces)))
+    return path
+
+
 def of_all_ranks(run: Run) -> list[Run]:
     """The runs of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -170,6 +196,12 @@ def device_of(rank: int) -> torch.device:
 @click.option("--steps", type=click.IntRange(min=WARMUP_STEPS + 1), default=5, show_default=True)
 @click.option("--recompute", is_flag=True, help="Recompute blocks, and offload their inputs.")
 @click.option("--option", "options", metavar="NAME=VALUE", multiple=True, help="Of the session.")
+@click.option(
+    "--profile",
+    "profile_into",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Profile a step as well, and put all ranks' timelines there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @click.option("--quiet", is_flag=True, help="Print the verdict only.")
 def main(
@@ -179,6 +211,7 @@ def main(
     steps: int,
     recompute: bool,
     options: tuple[str, ...],
+    profile_into: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -207,6 +240,10 @@ def main(
         if dist.get_rank() == 0:
             title = f"{kind}, {dist.get_world_size()} ranks on {device.type}: {workload.summary}"
             _tell(runs, reports, same, title, as_json, quiet)
+        if profile_into is not None:
+            path = profiled(workload, kind, device, profile_into, given)
+            if dist.get_rank() == 0 and not (as_json or quiet):
+                print(f"The timelines of all ranks are in {path}; ui.perfetto.dev opens it.")
     finally:
         dist.destroy_process_group()
     sys.exit(1 if same is False else 0)

@@ -6,6 +6,8 @@ the first measured step began.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +21,32 @@ _PROCESS = 1
 
 
 def trace_of(profile: Profile) -> dict[str, Any]:
-    """The whole document."""
+    """The whole document. It tells its rank and the time of day of its start, so that the traces
+    of several ranks can be merged (``offload merge-traces``).
+    """
     from offload.profiler.result import conditions
 
+    origin_ns = _origin_ns(profile)
     return {
-        "traceEvents": list(_events(profile)),
+        "traceEvents": list(_events(profile, origin_ns)),
         "displayTimeUnit": "ms",
         "otherData": {
             "format": TRACE_FORMAT,
             "name": profile.name,
             "steps": len(profile.reports),
+            "rank": int(os.environ.get("RANK") or 0),
+            "started_unix_ns": origin_ns + time.time_ns() - time.perf_counter_ns(),
             **{key: str(value) for key, value in conditions(profile.device).items()},
         },
     }
 
 
-def _events(profile: Profile) -> Iterator[dict[str, Any]]:
+def _origin_ns(profile: Profile) -> int:
+    return min([profile.timeline.start_ns, *(start for start, _ in profile.plain_steps)])
+
+
+def _events(profile: Profile, origin_ns: int) -> Iterator[dict[str, Any]]:
     timeline = profile.timeline
-    origin_ns = min([timeline.start_ns, *(start for start, _ in profile.plain_steps)])
     yield _named("process_name", 0, f"offload: {profile.name}")
     thread = 0
     groups: list[tuple[str, list[Slice]]] = [

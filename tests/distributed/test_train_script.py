@@ -1,5 +1,6 @@
 """The example that trains on several ranks: what it compares, and that it sees a difference."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_both_runs_have_the_same_bits(
         assert same
         assert not changed
         assert moved_bytes > 0
+
+
+def profiles(directory: str) -> str:
+    train = script()
+    options = {"disk_dir": directory, "min_offload_bytes": 4096, "keep_last_bytes": 0}
+    workload, device = train.preset("gpt-tiny"), torch.device("cpu")
+    return str(train.profiled(workload, "ddp", device, Path(directory, "profile"), options))
+
+
+def test_timelines_of_all_ranks_in_one_file(two: Ranks, tmp_path: Path) -> None:
+    path = two.run(profiles, str(tmp_path))[0]
+    trace = json.loads(Path(path).read_text())
+    assert trace["otherData"]["ranks"] == [0, 1]
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in slices} == {0, 1}
+    latest_us = max(e["ts"] for e in slices)
+    assert 0 <= min(e["ts"] for e in slices) < latest_us < 60e6, "one clock"
 
 
 def test_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
