@@ -6,6 +6,7 @@ import click
 
 from offload import __version__, demo, merge_traces
 from offload.profiler import command as profiler_command
+from offload.probe.command import command as probe
 
 __all__ = ["main"]
 
@@ -19,6 +20,7 @@ def main() -> None:
 main.add_command(demo.command)
 main.add_command(profiler_command.command)
 main.add_command(merge_traces.command)
+main.add_command(probe)
 
 if __name__ == "__main__":
     main(prog_name="offload")

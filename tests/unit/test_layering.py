@@ -15,6 +15,7 @@ LAYERS = [
     {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},
+    {"probe"},
     {"block", "placement"},
     {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},

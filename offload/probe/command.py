@@ -1,0 +1,200 @@
+"""``offload probe``: the machine as a session would find it, with verdicts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from offload.config import Config
+from offload.probe.profile import MachineProfile, save_profile
+from offload.probe.survey import passes, survey
+from offload.probe.verdicts import Finding, Level, Survey, findings
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["command"]
+
+JSON_FORMAT = 1
+_STYLES = {Level.GOOD: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.BAD: "bold red"}
+
+
+class Failure(click.ClickException):
+    """The probe could not run; exit status 3, as 1 says that offloading here would be wrong."""
+
+    exit_code = 3
+
+
+@click.command("probe")
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path())
+@click.option("--device", help="Device that trains [the accelerator, else cpu].")
+@click.option("--engine", type=click.Choice(["native", "aio"]), help="Disk engine [native].")
+@click.option("--quick", is_flag=True, help="A few seconds: fewer settings, shorter passes.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), help="Length of one pass [0.5]."
+)
+@click.option("--no-fio", is_flag=True, help="Do not compare with fio.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+@click.option("--quiet", is_flag=True, help="Print the verdicts only.")
+def command(
+    directory: str | None,
+    device: str | None,
+    engine: Literal["native", "aio"] | None,
+    quick: bool,
+    seconds: float | None,
+    no_fio: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Measure this machine and DIR, and say what offloading would gain there.
+
+    DIR is where the scratch file would lie: by default $OFFLOAD_DIR, else the temporary directory.
+    The rates are remembered for "offload tune" and "offload.plan". Exit status: 0; 1 if offloading
+    there would not do what it is for; 2 for wrong usage; 3 if something could not be measured.
+    """
+    try:
+        config = Config(disk_dir=directory, device=device, engine=engine)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    console = Console(quiet=quiet or as_json, highlight=False)
+    with_fio = not no_fio
+    try:
+        with _bar(console, passes(config, quick=quick, with_fio=with_fio)) as advance:
+            found = survey(config, quick=quick, with_fio=with_fio, seconds=seconds, advance=advance)
+    except (OSError, RuntimeError, ImportError) as error:
+        raise Failure(f"{config.disk_dir} could not be measured: {error}") from None
+    verdicts = findings(found)
+    profile = MachineProfile.of(found)
+    path = save_profile(config, profile)
+    if as_json:
+        click.echo(json.dumps(_document(found, profile, verdicts)))
+    console.print(_facts(found))
+    if found.disk:
+        console.print(_disk(found, asked_for_fio=with_fio))
+    if found.accelerator is not None:
+        console.print(_accelerator(found))
+    if not as_json:
+        _print_verdicts(verdicts, found)
+    console.print(f"[dim]The rates are kept in {path}[/]" if path else "", soft_wrap=True)
+    sys.exit(1 if any(v.level is Level.BAD for v in verdicts) else 0)
+
+
+class _bar:  # noqa: N801
+    """A progress bar; entered, it gives the function that moves it on."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._task = self._progress.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._progress.start()
+        return lambda what: self._progress.update(self._task, advance=1, description=what)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _document(found: Survey, profile: MachineProfile, verdicts: list[Finding]) -> dict[str, Any]:
+    told = [{"level": v.level.value, "text": v.text, "fix": v.fix} for v in verdicts]
+    return {
+        "format": JSON_FORMAT, **asdict(found), "profile": profile.to_dict(), "findings": told,
+    }  # fmt: skip
+
+
+def _facts(found: Survey) -> Table:
+    host, directory = found.host, found.directory
+    table = Table(title="Machine", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    alignment = "not told by this kernel"
+    if directory.direct_offset_bytes is not None:
+        alignment = (
+            f"{directory.direct_memory_bytes} bytes of memory, {directory.direct_offset_bytes} of "
+            "offsets"
+        )
+    limit = host.cgroup_limit_bytes
+    locked = host.memlock_bytes
+    flops = "" if found.flops_per_s is None else f"{found.flops_per_s / 1e12:.3g} TFLOP/s"
+    copied = "" if found.copy_bytes_per_s is None else f"{found.copy_bytes_per_s / 1e9:.1f} GB/s"
+    rows = {
+        "processor": f"{host.cpu}, {host.cpus} usable; NUMA nodes: {host.numa_nodes}",
+        "memory": f"{format_bytes(host.memory_bytes)}, "
+        f"{format_bytes(host.available_bytes)} available",
+        "control group": "no limit" if limit is None else format_bytes(limit),
+        "lockable memory": "no limit" if locked is None else format_bytes(locked),
+        "huge pages": f"{host.huge_pages or 'none'}; {host.hugetlb_free} reserved ones free",
+        "directory": escape(directory.directory),
+        "file system": f"{directory.filesystem} of {directory.source}, "
+        f"{format_bytes(directory.free_bytes)} free",
+        "direct I/O": f"{'yes' if directory.is_direct else 'no'}, alignment: {alignment}",
+        "copies in memory": copied,
+        "matrix products": flops,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _disk(found: Survey, *, asked_for_fio: bool) -> Table:
+    table = Table(title="Disk, GB/s")
+    for heading in ("threads", "block", "write", "read", "both: write", "read"):
+        table.add_column(heading, justify="right")
+    for r in found.disk:
+        rates = (
+            r.write_bytes_per_s, r.read_bytes_per_s, r.duplex_write_bytes_per_s,
+            r.duplex_read_bytes_per_s,
+        )  # fmt: skip
+        table.add_row(
+            str(r.io_threads), format_bytes(r.io_block_bytes), *(f"{v / 1e9:.2f}" for v in rates)
+        )
+    if found.fio is not None:
+        fio = found.fio
+        table.add_section()
+        written, read = fio.write_bytes_per_s / 1e9, fio.read_bytes_per_s / 1e9
+        table.add_row(fio.version, fio.engine, f"{written:.2f}", f"{read:.2f}")
+    elif asked_for_fio:
+        why = "fio could not run there" if shutil.which("fio") else "fio is not installed"
+        table.caption = f"{why}: nothing to compare with"
+    return table
+
+
+def _accelerator(found: Survey) -> Table:
+    device, link = found.accelerator, found.link
+    assert device is not None
+    table = Table(title="Accelerator", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    size = "" if device.memory_bytes is None else f", {format_bytes(device.memory_bytes)}"
+    table.add_row("device", f"{device.device}, {escape(device.name)}{size}")
+    if device.pcie is not None:
+        table.add_row("PCIe", f"generation {device.pcie.generation}, x{device.pcie.width}")
+    if link is not None:
+        table.add_row("out, in", _pair(link.out_bytes_per_s, link.in_bytes_per_s))
+        duplex = _pair(link.duplex_out_bytes_per_s, link.duplex_in_bytes_per_s)
+        table.add_row("out, in at once", duplex)
+        table.add_row("latency of a copy", format_seconds(link.latency_seconds))
+    return table
+
+
+def _pair(a: float, b: float) -> str:
+    return f"{a / 1e9:.1f}, {b / 1e9:.1f} GB/s"
+
+
+def _print_verdicts(verdicts: list[Finding], found: Survey) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not found.disk:
+        console.print("[yellow]warning[/]  too little free space to measure the disk")
+    for verdict in verdicts:
+        style = _STYLES[verdict.level]
+        console.print(f"[{style}]{verdict.level.value:8}[/] {escape(verdict.text)}")
+        if verdict.fix:
+            console.print(f"         [dim]{escape(verdict.fix)}[/]")
