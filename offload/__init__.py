@@ -23,6 +23,7 @@ from offload.profiler import profile
 from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session
+from offload.tuner import tune
 
 # When a step is entered inside compiled code, dynamo must run our functions, not trace into them.
 torch._dynamo.trace_rules.add(__name__)
@@ -41,4 +42,5 @@ __all__ = [
     "checkpoint_sequential",
     "profile",
     "selective",
+    "tune",
 ]

@@ -7,6 +7,7 @@ import click
 from offload import __version__, demo, merge_traces
 from offload.profiler import command as profiler_command
 from offload.probe.command import command as probe
+from offload.tuner.command import command as tune
 
 __all__ = ["main"]
 
@@ -21,6 +22,7 @@ main.add_command(demo.command)
 main.add_command(profiler_command.command)
 main.add_command(merge_traces.command)
 main.add_command(probe)
+main.add_command(tune)
 
 if __name__ == "__main__":
     main(prog_name="offload")

@@ -15,6 +15,7 @@ from offload.machine import (
     local_processes,
     total_memory_bytes,
 )
+from offload.optionfile import read_options
 from offload.units import format_bytes, parse_bytes
 
 MiB = 1 << 20
@@ -173,6 +174,27 @@ class Config:
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=None, converter=_to_threads)
     io_block_bytes: int = _size(8 * MiB)
+
+    @classmethod
+    def from_file(cls, path: "str | os.PathLike[str]", **options: Any) -> "Config":
+        r"""The options in the table ``[session]`` of a TOML file, which ``offload tune`` writes.
+
+        Args:
+            path: of the file.
+            **options: further ones; they go before the file's.
+
+        Raises:
+            OSError: the file cannot be read.
+            TypeError, ValueError: it is no such file, or an option of it cannot work.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "offload.toml")
+            >>> _ = path.write_text('[session]\nwindow_bytes = "64MiB"')
+            >>> Config.from_file(path, io_threads=4).window_bytes
+            67108864
+        """
+        return cls(**{**read_options(path, (f.name for f in attrs.fields(cls))), **options})
 
     @property
     def arena_bytes(self) -> int:

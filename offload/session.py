@@ -1,5 +1,6 @@
 """Session: the context manager around training steps. It wires the parts and owns them."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -80,6 +81,13 @@ class Session:
         self._closed = False
         for message in self.config.warnings():
             warn_user(message)
+
+    @classmethod
+    def from_file(
+        cls, path: "str | os.PathLike[str]", *, policy: Policy = offload_all, **options: Any
+    ) -> "Session":
+        """A session with the options of a file, as ``Config.from_file`` reads it."""
+        return cls(Config.from_file(path, **options), policy=policy)
 
     def step(self) -> "Step":
         """A context manager for one training step: forward, or forward and backward."""

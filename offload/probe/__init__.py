@@ -19,13 +19,14 @@ from offload.config import Config
 from offload.probe.disk import DiskRates
 from offload.probe.profile import MachineProfile, machine_profile_by
 from offload.probe.survey import survey
-from offload.probe.verdicts import Finding, Survey, findings
+from offload.probe.verdicts import Finding, Survey, best_rates, findings
 
 __all__ = [
     "DiskRates",
     "Finding",
     "MachineProfile",
     "Survey",
+    "best_rates",
     "findings",
     "machine_profile",
     "survey",

@@ -11,7 +11,8 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"},
+    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"}
+    | {"optionfile"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},
@@ -25,6 +26,8 @@ LAYERS = [
     {"workloads"},
     {"targets"},
     {"__main__", "__init__", "demo", "merge_traces", "profiler"},
+    {"targets", "tuner"},
+    {"__main__", "__init__", "demo", "profiler"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

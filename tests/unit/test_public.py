@@ -12,7 +12,7 @@ from offload import errors
 def test_public_names() -> None:
     assert set(offload.__all__) == {
         "Config", "OffloadError", "Placement", "SavedTensor", "Session", "StepReport",
-        "StorageError", "checkpoint", "checkpoint_sequential", "profile", "selective",
+        "StorageError", "checkpoint", "checkpoint_sequential", "profile", "selective", "tune",
     }  # fmt: skip
     assert all(hasattr(offload, name) for name in offload.__all__)
     assert len(offload.__all__) <= 15

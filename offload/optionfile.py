@@ -1,0 +1,91 @@
+"""Option files: the options of a session as TOML, for ``Config.from_file`` and what tuning writes.
+
+    [session]
+    window_bytes = 33554432
+    prefetch_bytes = "48MiB"
+
+Other tables are notes for people and are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["TABLE", "read_options", "write_options"]
+
+TABLE = "session"
+
+
+def read_options(path: str | os.PathLike[str], known: Iterable[str]) -> dict[str, Any]:
+    """The options in a file.
+
+    Args:
+        path: of the file.
+        known: names that an option may have.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no TOML, has no table of options, or an option that is not known; the
+            message names the nearest one.
+    """
+    where = os.fspath(path)
+    try:
+        document = tomllib.loads(Path(where).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is no TOML: {error}") from None
+    options = document.get(TABLE)
+    if not isinstance(options, dict):
+        near = get_close_matches(TABLE, document, n=1)
+        hint = f"; did you mean [{TABLE}] by [{near[0]}]?" if near else ""
+        raise ValueError(f"{where} has no table [{TABLE}]{hint}")
+    names = sorted(known)
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"{where}: [{TABLE}] has no option {name!r}; {hint}")
+    return options
+
+
+def write_options(
+    path: str | os.PathLike[str],
+    options: Mapping[str, int | float | bool | str],
+    *,
+    title: str = "",
+    notes: Mapping[str, int | float | bool | str] | None = None,
+) -> None:
+    """Write a file that ``read_options`` reads; what was there before is replaced as a whole.
+
+    Args:
+        path: of the file.
+        options: of the session.
+        title: a first line for people.
+        notes: written to a table ``[notes]``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [f"# {line}" for line in title.splitlines()]
+    for table, values in ((TABLE, options), ("notes", notes or {})):
+        if values:
+            lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
+            # What JSON writes for these kinds of values is TOML too.
+            lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    target = Path(os.fspath(path))
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,31 @@
+"""Tuner: finds a session's options for a step, by replaying it and by trying what looks best.
+
+record.py       what one plain step saves and asks for, and when
+setting.py      the options that are tuned, and those worth looking at
+replay.py       what the step would take under a setting: the walk that both kinds share
+replay_link.py    on an accelerator
+replay_disk.py    on the CPU
+trial.py        steps that are really run and measured
+search.py       which setting to try next, and when to stop
+decide.py       whether to offload at all, and the curve of time and memory
+tune.py         all of it in one call
+command.py      the command ``offload tune``
+"""
+
+from offload.tuner.decide import Choice, Decision
+from offload.tuner.search import Limits, Trial
+from offload.tuner.setting import Setting
+from offload.tuner.trial import Measured
+from offload.tuner.tuning import Tuning, predict, tune
+
+__all__ = [
+    "Choice",
+    "Decision",
+    "Limits",
+    "Measured",
+    "Setting",
+    "Trial",
+    "Tuning",
+    "predict",
+    "tune",
+]

@@ -1,0 +1,321 @@
+"""What one plain step saves and asks for again, and when: the input of the replay.
+
+The step runs with hooks that keep everything where it is. Which tensors may leave is not decided
+here: a session, whose policy keeps them all, is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.config import Config
+from offload.live import is_parameter_like, storage_of
+from offload.placement import Placement, SavedTensor
+from offload.session import Session
+
+__all__ = [
+    "Beyond",
+    "BlockRecord",
+    "DeviceTimeline",
+    "HostTimeline",
+    "StepRecord",
+    "Timeline",
+    "Touch",
+    "record_step",
+    "timeline_for",
+]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_graph_task_id = torch._C._current_graph_task_id
+
+
+class BlockRecord(NamedTuple):
+    """One storage that was saved."""
+
+    nbytes: int
+    movable: bool  # a session may take it, if it is large enough
+    held: bool  # somebody else kept it until the step's end: to move it frees nothing
+
+
+class Touch(NamedTuple):
+    """A save, or a use of what a save gave, in the order they happened."""
+
+    at_ns: int  # what the device had computed by then, from the step's start
+    host_ns: int  # when the host asked
+    block: int
+    save: int  # its number; a use names the save that it belongs to
+    is_use: bool
+
+
+class Beyond(NamedTuple):
+    """Device memory beyond saved storages that are alive, over that at the step's start: of
+    operators' temporaries, gradients, results that are about to be saved.
+    """
+
+    before_bytes: int  # at most, since the touch before
+    after_bytes: int  # just after the touch
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A plain step. Times in nanoseconds from its start.
+
+    ``beyond`` has an entry for each touch and one for the rest of the step; it is empty on the CPU,
+    where nobody counts what is not saved.
+    """
+
+    blocks: tuple[BlockRecord, ...]
+    touches: tuple[Touch, ...]
+    end_ns: int
+    beyond: tuple[Beyond, ...] = ()
+
+    @property
+    def movable_bytes(self) -> int:
+        """Of all storages that could leave."""
+        return sum(b.nbytes for b in self.blocks if b.movable and not b.held)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+class Timeline(Protocol):
+    """When the computation was where; times in nanoseconds on one scale of its own."""
+
+    def begin(self) -> None:
+        """From now on time counts; nothing may be running."""
+
+    def mark(self) -> object:
+        """Where the computation is now. Does not wait."""
+
+    def when_ns(self, mark: Any) -> int:
+        """When it was there."""
+
+    def host_ns(self) -> int:
+        """What the host's own time is."""
+
+    def end_ns(self) -> int:
+        """Wait until the computation is done; when that was."""
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """Device memory over that at ``begin``: the most since the last call, and now. None where
+        it is not counted.
+        """
+
+
+class HostTimeline:
+    """Of ``device="cpu"``, where host and computation are one."""
+
+    def begin(self) -> None:
+        self._start_ns = time.perf_counter_ns()
+
+    def mark(self) -> int:
+        return self.host_ns()
+
+    def when_ns(self, mark: Any) -> int:
+        return int(mark)
+
+    def host_ns(self) -> int:
+        return time.perf_counter_ns() - self._start_ns
+
+    def end_ns(self) -> int:
+        return self.host_ns()
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        return None
+
+
+class DeviceTimeline:
+    """Of an accelerator: events on the stream that computes.
+
+    Args:
+        device: the accelerator.
+        host_clock_ns: the host's time, on the same scale as the device's.
+    """
+
+    def __init__(
+        self, device: torch.device, host_clock_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self._device = device
+        self._clock_ns = host_clock_ns
+
+    def begin(self) -> None:
+        torch.accelerator.synchronize()
+        self._base_bytes = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        self._origin: torch.Event = self._record()
+        self._start_ns = self._clock_ns()
+
+    def mark(self) -> torch.Event:
+        return self._record()
+
+    def when_ns(self, mark: Any) -> int:
+        return int(1e6 * self._origin.elapsed_time(mark))
+
+    def host_ns(self) -> int:
+        return self._clock_ns() - self._start_ns
+
+    def end_ns(self) -> int:
+        last = self._record()
+        torch.accelerator.synchronize()
+        return self.when_ns(last)
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        most_bytes = torch.accelerator.max_memory_allocated() - self._base_bytes
+        torch.accelerator.reset_peak_memory_stats()
+        return most_bytes, torch.accelerator.memory_allocated() - self._base_bytes
+
+    def _record(self) -> torch.Event:
+        stream = torch.accelerator.current_stream(self._device)
+        return stream.record_event(torch.Event(stream.device, enable_timing=True))
+
+
+def timeline_for(device: torch.device) -> Timeline:
+    """The timeline of a device."""
+    return HostTimeline() if device.type == "cpu" else DeviceTimeline(device)
+
+
+# -- the recorder ----------------------------------------------------------------------------------
+
+
+class _Mark(NamedTuple):
+    mark: object
+    host_ns: int
+    block: int
+    save: int
+    is_use: bool
+
+
+class _Recorder:
+    """A pair of hooks inside a session's: passes everything on and takes notes."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self._asked = threading.local()  # .about: whether the session asked its policy just now
+        self._keys: dict[tuple[int, int], int] = {}  # storage and version -> block
+        self._storages: list[StorageWeakRef] = []  # also keep the addresses from being used again
+        self._sizes: list[int] = []
+        self._movable: list[bool] = []
+        self._marks: list[_Mark] = []
+        self._memory: list[tuple[int, int] | None] = []
+        self._saves = 0
+
+    def policy(self, tensor: SavedTensor) -> Placement:
+        """Keeps everything; being asked means that the tensor could leave."""
+        self._asked.about = True
+        return Placement.KEEP
+
+    def hooks(self) -> saved_tensors_hooks:
+        """To be entered inside the session's step."""
+        below_pack, below_unpack = _top_hooks(False)
+
+        def pack(tensor: Tensor) -> Any:
+            self._asked.about = False
+            packed = below_pack(tensor)
+            return self._saved(tensor, movable=self._asked.about), packed
+
+        def unpack(taken: Any) -> Tensor:
+            save, packed = taken
+            tensor: Tensor = below_unpack(packed)
+            if save is not None:
+                with self._lock:
+                    self._note(*save, is_use=True)
+            return tensor
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _saved(self, tensor: Tensor, *, movable: bool) -> tuple[int, int] | None:
+        storage = storage_of(tensor)
+        if storage is None or is_parameter_like(tensor) or _graph_task_id() != -1:
+            return None
+        key = (storage._cdata, tensor._version)
+        with self._lock:
+            block = self._keys.get(key)
+            if block is None:
+                block = self._keys[key] = len(self._sizes)
+                self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+                self._sizes.append(storage.nbytes())
+                self._movable.append(movable)
+            self._movable[block] = self._movable[block] or movable
+            save, self._saves = self._saves, self._saves + 1
+            self._note(block, save, is_use=False)
+        return block, save
+
+    def _note(self, block: int, save: int, *, is_use: bool) -> None:
+        mark = _Mark(self._timeline.mark(), self._timeline.host_ns(), block, save, is_use)
+        self._marks.append(mark)
+        self._memory.append(self._timeline.memory_bytes())
+
+    def record(self) -> StepRecord:
+        """What was noted."""
+        end_ns = self._timeline.end_ns()
+        memory = [*self._memory, self._timeline.memory_bytes()]
+        held = [not ref.expired() for ref in self._storages]  # type: ignore[no-untyped-call]
+        blocks = tuple(map(BlockRecord, self._sizes, self._movable, held))
+        touches = tuple(
+            Touch(self._timeline.when_ns(m.mark), m.host_ns, m.block, m.save, m.is_use)
+            for m in self._marks
+        )
+        beyond = tuple(
+            Beyond(entry[0] - before, entry[1] - after)
+            for entry, (before, after) in zip(memory, live_bytes(blocks, touches), strict=True)
+            if entry is not None
+        )
+        return StepRecord(blocks, touches, end_ns, beyond)
+
+
+def live_bytes(
+    blocks: Sequence[BlockRecord], touches: Sequence[Touch]
+) -> Iterator[tuple[int, int]]:
+    """Bytes of saved storages alive before and after each touch, and at the step's end, where
+    nothing moves. A storage lives from its first save until the touch after its last use.
+
+    Example:
+        >>> save, use = Touch(0, 0, 0, 0, False), Touch(1, 1, 0, 0, True)
+        >>> list(live_bytes([BlockRecord(64, True, False)], [save, use]))
+        [(0, 64), (64, 64), (0, 0)]
+    """
+    uses_left = Counter(t.block for t in touches if t.is_use)
+    alive_bytes, known, dying = 0, set(), 0
+    for touch in touches:
+        alive_bytes, dying = alive_bytes - dying, 0
+        before_bytes, nbytes = alive_bytes, blocks[touch.block].nbytes
+        if touch.is_use:
+            uses_left[touch.block] -= 1
+            last = not uses_left[touch.block] and not blocks[touch.block].held
+            dying = nbytes if last else 0
+        elif touch.block not in known:
+            known.add(touch.block)
+            alive_bytes += nbytes
+        yield before_bytes, alive_bytes
+    yield alive_bytes - dying, alive_bytes - dying
+
+
+def record_step(step: Callable[[], object], config: Config, timeline: Timeline) -> StepRecord:
+    """Run ``step`` once, plain, and note what it saves and asks for.
+
+    Args:
+        step: one forward and backward.
+        config: whose device's tensors could leave.
+        timeline: tells when.
+    """
+    recorder = _Recorder(timeline)
+    everything = attrs.evolve(config, min_offload_bytes=1)
+    with Session(everything, policy=recorder.policy) as session:
+        timeline.begin()
+        with session.step(), recorder.hooks():
+            result = step()
+        record = recorder.record()
+        del result
+    return record

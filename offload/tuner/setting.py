@@ -1,0 +1,101 @@
+"""Setting: the options that tuning chooses, and the grid of those worth looking at."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from offload.config import Config
+from offload.probe import MachineProfile, best_rates
+from offload.tuner.record import StepRecord
+
+__all__ = ["Setting", "grid"]
+
+_MIB = 1 << 20
+_LEAST_WINDOW_BYTES = _MIB  # of steps that save many times as much
+_WINDOWS = (1 / 64, 1 / 32, 1 / 16, 1 / 8)  # of all bytes that could leave
+_PREFETCHES = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
+_KEPT = (0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+_THRESHOLDS = 3
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """What a session is given; see ``Config`` for the meaning of each."""
+
+    min_offload_bytes: int
+    window_bytes: int
+    prefetch_bytes: int
+    keep_last_bytes: int
+    io_threads: int
+    io_block_bytes: int
+
+    @classmethod
+    def of(cls, config: Config) -> Setting:
+        """Those of a config."""
+        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+
+    def options(self) -> dict[str, Any]:
+        """By name, as ``Session`` takes them."""
+        return asdict(self)
+
+
+def grid(record: StepRecord, config: Config, profile: MachineProfile) -> list[Setting]:
+    """Settings in proportion to what the step saves, the config's own among them.
+
+    Thresholds stand between the sizes that occur; windows and what is kept are shares of all bytes
+    that could leave. Where bytes go to the disk, the best setting that was measured of the engine
+    is another choice.
+    """
+    total_bytes = record.movable_bytes
+
+    least_bytes = max(4096, min(_LEAST_WINDOW_BYTES, total_bytes // 32))
+
+    def shares(parts: tuple[float, ...], own_bytes: int, floor_bytes: int) -> list[int]:
+        sizes = {_rounded(total_bytes * part, floor_bytes) for part in parts}
+        return sorted({*sizes, own_bytes} if own_bytes < total_bytes else sizes)
+
+    settings = [
+        Setting(threshold, window, prefetch, kept, *engine)
+        for threshold, window, prefetch, kept, engine in product(
+            thresholds(record, config),
+            shares(_WINDOWS, config.window_bytes, least_bytes),
+            shares(_PREFETCHES, config.prefetch_bytes, least_bytes),
+            shares(_KEPT, config.keep_last_bytes, 0),
+            _engines(config, profile),
+        )
+    ]
+    own = Setting.of(config)
+    return settings if own in settings else [own, *settings]
+
+
+def _rounded(nbytes: float, floor_bytes: int) -> int:
+    unit = _MIB if nbytes >= 4 * _MIB else 4096
+    return max(floor_bytes, round(nbytes / unit) * unit)
+
+
+def thresholds(record: StepRecord, config: Config) -> list[int]:
+    """A few values of ``min_offload_bytes`` that differ in what they let leave, by whole sizes.
+
+    The least takes in all storages but the smallest hundredth of the bytes: what hardly matters is
+    not worth a transfer each.
+    """
+    sizes = sorted(b.nbytes for b in record.blocks if b.movable and not b.held)
+    total_bytes, below_bytes = sum(sizes), 0
+    cuts: list[int] = []
+    for nbytes in sizes:
+        if below_bytes >= total_bytes / 100 * 10 ** len(cuts) and nbytes not in cuts[-1:]:
+            cuts.append(nbytes)
+        below_bytes += nbytes
+        if len(cuts) == _THRESHOLDS:
+            break
+    return sorted({config.min_offload_bytes, *cuts})
+
+
+def _engines(config: Config, profile: MachineProfile) -> list[tuple[int, int]]:
+    own = (config.io_threads, config.io_block_bytes)
+    if config.device.type != "cpu" or not profile.disk_rates:
+        return [own]
+    best = best_rates(profile.disk_rates)
+    return sorted({own, (best.io_threads, best.io_block_bytes)})

@@ -1,0 +1,220 @@
+"""Trials: steps that are really run, plain, recomputed or under a session, timed and metered."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.config import Config
+from offload.live import LiveBytesMeter
+from offload.report import StepReport
+from offload.session import Session, Step
+from offload.tuner.record import StepRecord, Timeline, record_step
+from offload.tuner.setting import Setting
+
+__all__ = ["Measured", "Runner", "recomputing", "repeated_blocks"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Measured:
+    """Steps of one kind, and the plain ones between them.
+
+    Attributes:
+        seconds: of the timed steps.
+        plain_seconds: of the plain steps that alternated with them.
+        peak_live_bytes: most bytes alive: of saved storages and staging memory on the CPU, of all
+            that a step allocates on an accelerator.
+        report: the session's for the last step; None without a session.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    plain_seconds: list[float] = field(default_factory=list)
+    peak_live_bytes: int = 0
+    report: StepReport | None = None
+
+    @property
+    def median_seconds(self) -> float:
+        """Of the timed steps."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Of the fastest step to the fastest plain one: other work on the machine only adds time,
+        and few steps are run.
+        """
+        return min(self.seconds) / min(self.plain_seconds)
+
+
+class Runner:
+    """Runs the steps of one target.
+
+    Args:
+        step: one forward and backward.
+        model: what it trains, if known; its parameters and buffers do not count as activations.
+        config: everything of a session but the setting under trial.
+        timeline: tells how long a step takes.
+        repeats: timed steps of a trial, each after a plain one.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        model: nn.Module | None,
+        config: Config,
+        timeline: Timeline,
+        repeats: int,
+    ) -> None:
+        self.step = step
+        self.model = model
+        self._config = config
+        self._timeline = timeline
+        self._repeats = repeats
+        self._excluded: list[Tensor] = []
+        if model is not None:
+            self._excluded = [*model.parameters(), *model.buffers()]
+
+    def plain(self) -> Measured:
+        """Plain steps only; the first two are not timed, the second is metered."""
+        self.step()
+        measured = Measured(peak_live_bytes=self._peak_bytes(nullcontext))
+        for _ in range(self._repeats):
+            measured.seconds.append(self._timed(nullcontext)[0])
+        measured.plain_seconds = measured.seconds
+        return measured
+
+    def record(self) -> StepRecord:
+        """What a plain step saves and asks for, and when."""
+        return record_step(self.step, self._config, self._timeline)
+
+    def offloaded(self, setting: Setting) -> Measured:
+        """Under a session with ``setting``. The first step, from which the session learns the
+        order of backward, is metered and not timed.
+        """
+        with Session(attrs.evolve(self._config, **setting.options())) as session:
+            measured = Measured(peak_live_bytes=self._peak_bytes(session.step, session))
+            self._alternate(measured, session.step)
+        return measured
+
+    def recomputed(self) -> Measured | None:
+        """With torch's checkpoint around each of the model's repeated blocks; None if it has none.
+
+        The first step is metered and not timed.
+        """
+        blocks = repeated_blocks(self.model) if self.model is not None else []
+        if not blocks:
+            return None
+        measured = Measured()
+        meter = self._meter(None)
+        context = partial(recomputing, blocks, meter)
+        measured.peak_live_bytes = self._peak_bytes(context, meter=meter)
+        self._alternate(measured, partial(recomputing, blocks, None))
+        return measured
+
+    def _alternate(self, measured: Measured, context: Context) -> None:
+        for _ in range(self._repeats):
+            measured.plain_seconds.append(self._timed(nullcontext)[0])
+            seconds, entered = self._timed(context)
+            measured.seconds.append(seconds)
+            measured.report = entered.report if isinstance(entered, Step) else None
+
+    def _timed(self, context: Context) -> tuple[float, object]:
+        self._timeline.begin()
+        with context() as entered:
+            self.step()
+        return self._timeline.end_ns() / 1e9, entered
+
+    def _peak_bytes(
+        self,
+        context: Context,
+        session: Session | None = None,
+        meter: LiveBytesMeter | None = None,
+    ) -> int:
+        if self._config.device.type != "cpu":
+            return self._peak_on_device(context)
+        with ExitStack() as stack:
+            stack.enter_context(context())
+            if meter is None:
+                meter = stack.enter_context(self._meter(session))
+            else:
+                stack.enter_context(meter)
+            self.step()
+        return meter.peak_bytes
+
+    def _peak_on_device(self, context: Context) -> int:
+        torch.accelerator.synchronize()
+        base_bytes = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        with context():
+            self.step()
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - base_bytes
+
+    def _meter(self, session: Session | None) -> LiveBytesMeter:
+        staged = None if session is None else partial(getattr, session, "held_bytes")
+        return LiveBytesMeter(exclude=self._excluded, extra_bytes=staged)
+
+
+# -- recomputation ---------------------------------------------------------------------------------
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children of the model's container that repeats the most parameters: several of one class.
+
+    Example:
+        >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        >>> len(repeated_blocks(nn.ModuleDict({"head": nn.Linear(8, 2), "layers": layers})))
+        3
+    """
+    best: list[nn.Module] = []
+    best_count = 0
+    for container in model.modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        children = list(container.children())
+        for kind in {type(child) for child in children}:
+            alike = [child for child in children if type(child) is kind]
+            count = sum(p.numel() for child in alike for p in child.parameters())
+            if len(alike) > 1 and count > best_count:
+                best, best_count = alike, count
+    return best
+
+
+@contextmanager
+def recomputing(blocks: Sequence[nn.Module], meter: LiveBytesMeter | None) -> Iterator[None]:
+    """Let each of ``blocks`` be recomputed in backward by torch's checkpoint.
+
+    Args:
+        blocks: the modules; they are as before afterwards.
+        meter: entered inside each region, as what is saved there is to be seen nowhere else.
+    """
+    before = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = partial(_recomputed, block.forward, meter)
+    try:
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+
+def _recomputed(
+    forward: Callable[..., Any], meter: LiveBytesMeter | None, *args: Any, **kwargs: Any
+) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with meter if meter is not None else nullcontext():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
