@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -34,6 +35,7 @@ __all__ = [
     "Touch",
     "record_step",
     "timeline_for",
+    "with_releases",
 ]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -72,13 +74,16 @@ class StepRecord:
     """A plain step. Times in nanoseconds from its start.
 
     ``beyond`` has an entry for each touch and one for the rest of the step; it is empty on the CPU,
-    where nobody counts what is not saved.
+    where nobody counts what is not saved. ``released`` tells for each block how many touches there
+    had been when nobody but autograd held it any more, so that to move it would have freed it; it
+    is empty where that is not known.
     """
 
     blocks: tuple[BlockRecord, ...]
     touches: tuple[Touch, ...]
     end_ns: int
     beyond: tuple[Beyond, ...] = ()
+    released: tuple[int, ...] = ()
 
     @property
     def movable_bytes(self) -> int:
@@ -319,3 +324,48 @@ def record_step(step: Callable[[], object], config: Config, timeline: Timeline) 
         record = recorder.record()
         del result
     return record
+
+
+def with_releases(record: StepRecord, step: Callable[[], object], config: Config) -> StepRecord:
+    """``record`` with what ``released`` tells, of a step that really moves everything at once.
+
+    On the CPU only: on an accelerator a storage is also held until its copy was seen to be done.
+    A step that saves something else than the recorded one leaves the record as it was.
+    """
+    sizes: list[int] = []
+    touches = 0
+    deaths: dict[int, int] = {}
+    watches: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def hooks() -> saved_tensors_hooks:
+        below_pack, below_unpack = _top_hooks(False)
+        known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+        def pack(tensor: Tensor) -> Any:
+            nonlocal touches
+            storage = storage_of(tensor)
+            if storage is None or is_parameter_like(tensor) or _graph_task_id() != -1:
+                return below_pack(tensor)
+            key = storage._cdata
+            if key not in known or known[key]() is None:
+                block = len(sizes)
+                sizes.append(storage.nbytes())
+
+                def died(_: object) -> None:
+                    deaths.setdefault(block, touches)
+
+                known[key] = weakref.ref(storage, died)
+                watches.append(known[key])
+            touches += 1
+            return below_pack(tensor)
+
+        return saved_tensors_hooks(pack, below_unpack)
+
+    at_once = attrs.evolve(config, min_offload_bytes=1, keep_last_bytes=0)
+    with Session(at_once) as session, session.step(), hooks():
+        result = step()
+        del result
+    if sizes != [b.nbytes for b in record.blocks]:
+        return record
+    never = len(record.touches)
+    return replace(record, released=tuple(deaths.get(i, never) for i in range(len(sizes))))

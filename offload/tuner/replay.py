@@ -75,6 +75,8 @@ class Replay(ABC):
         self.stall_ns = self.backpressure_ns = 0.0
         self.live_bytes = self.peak_bytes = 0
         self._beyond_bytes = 0  # at the moment
+        self._touches = 0  # so far
+        self._lingering: list[tuple[int, int]] = []  # originals of what has left: until when, bytes
         self.moved_bytes = self.moved_blocks = 0
         self.dead: set[int] = set()
         least_bytes = max(1, setting.min_offload_bytes)
@@ -102,6 +104,7 @@ class Replay(ABC):
             self._bury()
             self._see(before_bytes)
             self._beyond_bytes = after_bytes
+            self._touches += 1
             if touch.is_use:
                 self._use(touch)
             elif touch.block not in saved:
@@ -123,11 +126,27 @@ class Replay(ABC):
         self.live_bytes += nbytes
         self._see(self._beyond_bytes)
 
+    def drop(self, block: int) -> None:
+        """The original of a block that has left: gone now, or when others let go of it."""
+        if self.record.blocks[block].held:
+            return
+        released = self.record.released[block] if self.record.released else 0
+        if released > self._touches:
+            self._lingering.append((released, self.record.blocks[block].nbytes))
+        else:
+            self.live_bytes -= self.record.blocks[block].nbytes
+
     def _see(self, beyond_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + beyond_bytes)
 
     def _bury(self) -> None:
-        """What was used for the last time is gone when the next operation begins."""
+        """What was used for the last time is gone when the next operation begins, and so is what
+        has left and nobody else holds any more.
+        """
+        gone = [n for until, n in self._lingering if until <= self._touches]
+        if gone:
+            self.live_bytes -= sum(gone)
+            self._lingering = [entry for entry in self._lingering if entry[0] > self._touches]
         for block in self._dying:
             if not self.record.blocks[block].held:
                 self.dead.add(block)

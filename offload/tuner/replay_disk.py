@@ -129,8 +129,7 @@ class DiskReplay(Replay):
         write = self._disk.write(block, _padded(nbytes), self.now_ns)
         self._writing.append(write)
         self._by_block[block] = write
-        if not self.record.blocks[block].held:
-            self.live_bytes -= nbytes
+        self.drop(block)
         return True
 
     def prefetch(self, block: int) -> bool:

@@ -18,7 +18,7 @@ from offload.config import Config
 from offload.live import LiveBytesMeter
 from offload.report import StepReport
 from offload.session import Session, Step
-from offload.tuner.record import StepRecord, Timeline, record_step
+from offload.tuner.record import StepRecord, Timeline, record_step, with_releases
 from offload.tuner.setting import Setting
 
 __all__ = ["Measured", "Runner", "recomputing", "repeated_blocks"]
@@ -95,7 +95,10 @@ class Runner:
 
     def record(self) -> StepRecord:
         """What a plain step saves and asks for, and when."""
-        return record_step(self.step, self._config, self._timeline)
+        record = record_step(self.step, self._config, self._timeline)
+        if self._config.device.type != "cpu":
+            return record
+        return with_releases(record, self.step, self._config)
 
     def offloaded(self, setting: Setting) -> Measured:
         """Under a session with ``setting``. The first step, from which the session learns the
