@@ -80,8 +80,7 @@ def write_options(
     for table, values in ((TABLE, options), ("notes", notes or {})):
         if values:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
-            # What JSON writes for these kinds of values is TOML too.
-            lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+            lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
     target = Path(os.fspath(path))
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -89,3 +88,10 @@ def write_options(
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _toml(value: int | float | bool | str) -> str:
+    """What JSON writes for these kinds of values is TOML too, but for one character that TOML wants
+    escaped and surrogates, which it has not.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
