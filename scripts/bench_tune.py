@@ -1,13 +1,13 @@
 """Compares tuning with trying everything: how good is what it finds, and in how many trials?
 
 Every setting of a fixed grid is tried, each beside plain steps. Then ``offload.tune`` chooses from
-the same grid under the same limit, with a fifth of the trials at most. In the end its choice and the
-best of the grid run against each other and against plain steps, in turn, round after round: a grid
-of noisy figures always has a lucky winner, and only this says which is better.
+the same grid under the same limit, with a fifth of the trials at most. In the end its choice and
+the best of the grid run against each other and against plain steps, in turn, round after round: a
+grid of noisy figures always has a lucky winner, and only this says which is better.
 
 What was measured is kept in a file and not measured again, so that a long run can be cut in pieces:
 
-    python scripts/bench_tune.py gpt --state gpt.json --minutes 1.5   # again until it says it is done
+    python scripts/bench_tune.py gpt --state gpt.json --minutes 1.5
 
 Exit status: 0 if the choice takes at most 1.02 of the time of the grid's best; 1 if it does not; 4
 if there is more to measure; 2 for wrong usage.
