@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -87,20 +88,13 @@ def command(
     sys.exit(1 if any(v.level is Level.BAD for v in verdicts) else 0)
 
 
-class _bar:  # noqa: N801
-    """A progress bar; entered, it gives the function that moves it on."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._task = self._progress.add_task("", total=total)
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._progress.start()
-        return lambda what: self._progress.update(self._task, advance=1, description=what)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar; gives the function that moves it on."""
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda what: progress.update(task, advance=1, description=what)
 
 
 def _document(found: Survey, profile: MachineProfile, verdicts: list[Finding]) -> dict[str, Any]:

@@ -210,10 +210,9 @@ def tune(
     advance("rates of this machine")
     profile = profile if profile is not None else machine_profile(config)
     _check_rates(profile, config)
-    candidates = [
-        Candidate(s, predict(record, s, profile, config.device))
-        for s in (settings if settings is not None else grid(record, config, profile))
-    ]
+    if settings is None:
+        settings = grid(record, config, profile)
+    candidates = _candidates(record, settings, profile, config)
     beyond_bytes = plain.peak_live_bytes - plain_prediction(record).peak_live_bytes
     base = Calibration(plain.median_seconds, live_bytes=beyond_bytes)
     advance("recomputing")
@@ -270,6 +269,26 @@ def _check(record: StepRecord) -> None:
             f"the step has nothing to move: its largest storage that could leave has {largest}; "
             f"to move less than {format_bytes(LEAST_BLOCK_BYTES)} costs more than it frees"
         )
+
+
+def _candidates(
+    record: StepRecord, settings: list[Setting], profile: MachineProfile, config: Config
+) -> list[Candidate]:
+    """The settings with their predictions; on an accelerator those that host memory suffices for,
+    as the replay knows no disk behind it.
+    """
+    found = [Candidate(s, predict(record, s, profile, config.device)) for s in settings]
+    if config.device.type == "cpu":
+        return found
+    room_bytes = config.arena_bytes
+    fitting = [c for c in found if c.predicted.moved_bytes <= room_bytes]
+    if not fitting:
+        least = format_bytes(min((c.predicted.moved_bytes for c in found), default=0))
+        raise ValueError(
+            f"host memory of {format_bytes(room_bytes)} cannot hold what leaves the device, at "
+            f"least {least}: raise host_budget"
+        )
+    return fitting
 
 
 def _check_rates(profile: MachineProfile, config: Config) -> None:

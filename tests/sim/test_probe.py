@@ -53,7 +53,7 @@ def test_arithmetic() -> None:
 def test_a_whole_survey(tmp_path: Path) -> None:
     simdev.configure(timed_queries=True, flops_per_s=1e11, launch_ns=100)
     config = offload.Config(device="sim", disk_dir=tmp_path)
-    found = survey(config)
+    found = survey(config, seconds=0.005)
     assert found.accelerator is not None and found.accelerator.device == "sim:0"
     assert found.accelerator.pcie is None
     assert found.link is not None and found.link.pinned

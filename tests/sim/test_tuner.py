@@ -59,11 +59,6 @@ class Rig:
         return record_step(self.step, self.config, self.timeline)
 
 
-@pytest.fixture(params=["gpt-tiny", "long-tiny"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
-    return Rig(request.param, tmp_path)
-
-
 @pytest.fixture
 def gpt(tmp_path: Path) -> Rig:
     return Rig("gpt-tiny", tmp_path)
@@ -86,8 +81,14 @@ def settings_of(record: StepRecord) -> list[Setting]:
     ]
 
 
-@pytest.mark.parametrize("gb_per_s", RATES_GB_PER_S)
-def test_predicted_time_is_what_a_step_takes(gb_per_s: float, rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("workload", "gb_per_s"),
+    [*(("gpt-tiny", rate) for rate in RATES_GB_PER_S), ("long-tiny", 0.5), ("vision-tiny", 1)],
+)
+def test_predicted_time_is_what_a_step_takes(
+    workload: str, gb_per_s: float, tmp_path: Path
+) -> None:
+    rig = Rig(workload, tmp_path)
     rig.set_rate(gb_per_s * 1e9)
     record = rig.record()
     runner = rig.runner()
@@ -144,7 +145,7 @@ def grid_of(record: StepRecord) -> list[Setting]:
     return [
         Setting(least, window, prefetch, kept, *IO)
         for least, window, prefetch, kept in itertools.product(
-            (1, 40_000), sizes[::2], (0, *sizes[::2]), (0, total // 8, total // 2)
+            (1,), sizes, (0, *sizes[::2]), (0, total // 8, total // 2)
         )
     ]
 
@@ -192,6 +193,15 @@ def test_where_the_link_is_fast_a_session_is(gpt: Rig) -> None:
     assert found.decision.choice is Choice.OFFLOAD
     assert found.decision.trial.measured.ratio < found.recomputed.ratio
     assert found.tuned().window_bytes == found.options["window_bytes"]
+
+
+def test_host_memory_that_does_not_suffice_is_told(gpt: Rig) -> None:
+    gpt.config = offload.Config(
+        device="sim", disk_dir=gpt.config.disk_dir, host_budget="64KiB", window_bytes="64KiB"
+    )
+    settings = [Setting(1, 64 << 10, 64 << 10, 0, *IO)]
+    with pytest.raises(ValueError, match=r"host memory of 64 KiB cannot hold .* raise host_budget"):
+        tuned(gpt, max_overhead=0.5, settings=settings)
 
 
 def test_a_limit_that_nothing_keeps_to_is_refused_with_the_least_there_is(gpt: Rig) -> None:
