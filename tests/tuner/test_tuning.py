@@ -250,7 +250,7 @@ def test_a_disk_without_rates_is_told(config: offload.Config) -> None:
 
 def run(*arguments: str) -> Result:
     options = ["--device", "cpu", "--repeats", "1", "--trials", "2"]
-    return CliRunner().invoke(main, ["tune", *arguments, *options])
+    return CliRunner().invoke(main, ["tune", *options, *arguments])
 
 
 SCRIPT = """
@@ -258,7 +258,7 @@ import torch
 
 def offloads():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
     x = torch.randn(256, 256)
     return lambda: model(x).square().sum().backward()
 
@@ -282,14 +282,14 @@ def script(elsewhere: Path) -> str:
 
 
 def test_the_command_writes_what_a_session_reads(script: str, elsewhere: Path) -> None:
-    limits = ["--max-live-bytes", "1MiB", "--option", "min_offload_bytes=64KiB"]
+    limits = ["--max-live-bytes", "3MiB", "--option", "min_offload_bytes=64KiB", "--trials", "6"]
     result = run(f"{script}:offloads", *limits, "--json", "--output", "my.toml")
     document = json.loads(result.output)
     assert result.exit_code == 0, document["why"]
     assert document["format"] == 1 and document["file"] == "my.toml"
     assert document["options"]["io_threads"] in (2, 4)
-    best = min(document["trials"], key=lambda t: (t["peak_live_bytes"] > MIB, t["ratio"]))
-    assert best["peak_live_bytes"] <= MIB
+    best = min(document["trials"], key=lambda t: (t["peak_live_bytes"] > 3 * MIB, t["ratio"]))
+    assert best["peak_live_bytes"] <= 3 * MIB
     config = offload.Config.from_file(elsewhere / "my.toml", device="cpu")
     assert config.window_bytes == document["options"]["window_bytes"]
 
