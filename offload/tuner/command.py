@@ -172,7 +172,7 @@ def _report(found: Tuning, name: str, output: str, console: Console, *, as_json:
     verdict.print(f"Written to {escape(output)}, for Session.from_file: {told}.")
     report = chosen.measured.report
     if report is not None and report.written_bytes:
-        daily = report.written_bytes / chosen.measured.median_seconds * _DAY_SECONDS
+        daily = report.written_bytes / chosen.measured.best_seconds * _DAY_SECONDS
         verdict.print(
             f"It writes {format_bytes(report.written_bytes)} a step, {daily / 1e12:.1f} TB a day: "
             "mind what the disk is rated for."

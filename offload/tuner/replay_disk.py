@@ -95,7 +95,13 @@ class Disk:
 class DiskReplay(Replay):
     """Memory to disk and back. Bytes alive are saved storages and slots."""
 
-    def __init__(self, record: StepRecord, setting: Setting, profile: MachineProfile) -> None:
+    def __init__(
+        self,
+        record: StepRecord,
+        setting: Setting,
+        profile: MachineProfile,
+        host_budget: int | None = None,
+    ) -> None:
         super().__init__(record, setting, profile)
         rates = self.profile
         assert rates.disk_write_bytes_per_s and rates.disk_read_bytes_per_s
@@ -105,6 +111,8 @@ class DiskReplay(Replay):
         )
         self._copy_ns = 1e9 / rates.copy_bytes_per_s if rates.copy_bytes_per_s else 0.0
         self._arena_bytes = setting.window_bytes + setting.prefetch_bytes
+        if host_budget is not None:
+            self._arena_bytes = host_budget
         self._slots: dict[int, int] = {}  # padded bytes of those in use, by block
         self._slot_bytes = self._window_bytes = self._ahead_bytes = 0
         self._writing: deque[_Transfer] = deque()  # as far as the host has noticed

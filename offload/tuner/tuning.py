@@ -133,11 +133,12 @@ def _values(measured: Measured) -> dict[str, Any]:
 
 
 def predict(
-    record: StepRecord, setting: Setting, profile: MachineProfile, device: torch.device
+    record: StepRecord, setting: Setting, profile: MachineProfile, config: Config
 ) -> Prediction:
-    """What a step comes to under ``setting``."""
-    replay = DiskReplay if device.type == "cpu" else LinkReplay
-    return replay(record, setting, profile).run()
+    """What a step comes to under ``config`` with ``setting``."""
+    if config.device.type != "cpu":
+        return LinkReplay(record, setting, profile).run()
+    return DiskReplay(record, setting, profile, host_budget=config.host_budget).run()
 
 
 def tune(
@@ -203,7 +204,7 @@ def tune(
     advance("plain steps")
     plain = runner.plain()
     advance("recording a step")
-    record = scaled(runner.record(), plain.median_seconds)
+    record = scaled(runner.record(), plain.best_seconds)
     _check(record)
     if limits.max_live_bytes is not None and plain.peak_live_bytes <= limits.max_live_bytes:
         return Tuning(decide(plain, None, (), limits), config, limits, plain, None, (), (), 0)
@@ -214,7 +215,7 @@ def tune(
         settings = grid(record, config, profile)
     candidates = _candidates(record, settings, profile, config)
     beyond_bytes = plain.peak_live_bytes - plain_prediction(record).peak_live_bytes
-    base = Calibration(plain.median_seconds, live_bytes=beyond_bytes)
+    base = Calibration(plain.best_seconds, live_bytes=beyond_bytes)
     advance("recomputing")
     recomputed = runner.recomputed()
 
@@ -274,10 +275,12 @@ def _check(record: StepRecord) -> None:
 def _candidates(
     record: StepRecord, settings: list[Setting], profile: MachineProfile, config: Config
 ) -> list[Candidate]:
-    """The settings with their predictions; on an accelerator those that host memory suffices for,
-    as the replay knows no disk behind it.
+    """The settings that the config allows, with their predictions; on an accelerator those that
+    host memory suffices for, as the replay knows no disk behind it.
     """
-    found = [Candidate(s, predict(record, s, profile, config.device)) for s in settings]
+    budget = config.host_budget
+    allowed = [s for s in settings if budget is None or s.window_bytes <= budget]
+    found = [Candidate(s, predict(record, s, profile, config)) for s in allowed]
     if config.device.type == "cpu":
         return found
     room_bytes = config.arena_bytes

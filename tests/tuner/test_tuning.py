@@ -84,7 +84,7 @@ def test_bytes_alive_are_predicted(given: Setting, config: offload.Config) -> No
     target = target_of_workload("gpt-tiny")
     runner = Runner(target.step, target.model, config, HostTimeline(), repeats=1)
     runner.plain()
-    predicted = predict(runner.record(), given, RATES, config.device)
+    predicted = predict(runner.record(), given, RATES, config)
     measured = runner.offloaded(given)
     assert measured.report is not None
     assert predicted.moved_bytes == measured.report.offloaded_bytes
@@ -238,6 +238,18 @@ def test_steps_that_cannot_be_tuned(step: Any, why: str, config: offload.Config)
 def test_bad_limits(given: dict[str, Any], error: Any, why: str, config: offload.Config) -> None:
     with pytest.raises(error, match=why):
         tune(config, **given)
+
+
+def test_a_host_budget_is_kept(config: offload.Config, tmp_path: Path) -> None:
+    tight = offload.Config(
+        device="cpu", disk_dir=tmp_path, engine=config.engine, host_budget="512KiB",
+        window_bytes="256KiB", min_offload_bytes="32KiB",
+    )  # fmt: skip
+    found = tune(tight, max_overhead=10.0)
+    assert found.trials
+    for trial in found.trials:
+        assert trial.measured.report.peak_arena_bytes <= 512 * KIB
+        assert trial.setting.window_bytes <= 512 * KIB
 
 
 def test_a_disk_without_rates_is_told(config: offload.Config) -> None:
