@@ -39,7 +39,7 @@ from offload.probe import MachineProfile, machine_profile
 from offload.session import Session
 from offload.targets import target_of_workload
 from offload.tuner import Setting
-from offload.tuner.record import HostTimeline
+from offload.tuner.timeline import HostTimeline
 from offload.tuner.trial import Runner
 from offload.units import format_bytes
 from offload.workloads import PRESETS

@@ -19,7 +19,14 @@ from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.lanes import pinner_for
 
-__all__ = ["AcceleratorFacts", "LinkRates", "accelerator_facts", "measure_flops", "measure_link"]
+__all__ = [
+    "AcceleratorFacts",
+    "LinkRates",
+    "accelerator_facts",
+    "indexed",
+    "measure_flops",
+    "measure_link",
+]
 
 _MIB = 1 << 20
 _SMALL_BYTES = 64 << 10
@@ -84,6 +91,14 @@ class AcceleratorFacts:
     why_no_pcie: str = ""
 
 
+def indexed(device: torch.device) -> torch.device:
+    """``device`` with its number: the current one of its kind where it has none."""
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def accelerator_facts(
     device: torch.device, nvml: Nvml | ModuleType = pynvml
 ) -> AcceleratorFacts | None:
@@ -93,7 +108,8 @@ def accelerator_facts(
     """
     if device.type == "cpu":
         return None
-    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    device = indexed(device)
+    index = device.index
     properties = None
     with contextlib.suppress(AttributeError, RuntimeError):
         properties = torch.get_device_module(device).get_device_properties(index)
@@ -103,7 +119,7 @@ def accelerator_facts(
     uuid = getattr(properties, "uuid", None)
     pcie, why = _pcie(cast(Nvml, nvml), str(uuid)) if uuid is not None else (None, "no UUID")
     name = str(getattr(properties, "name", device.type))
-    return AcceleratorFacts(f"{device.type}:{index}", name, memory_bytes, pcie, why)
+    return AcceleratorFacts(str(device), name, memory_bytes, pcie, why)
 
 
 def _pcie(nvml: Nvml, uuid: str) -> tuple[PcieLink | None, str]:

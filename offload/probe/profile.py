@@ -25,6 +25,7 @@ import torch
 
 from offload.config import Config
 from offload.probe.disk import DiskRates
+from offload.probe.link import indexed
 from offload.probe.verdicts import Survey
 
 __all__ = ["FORMAT", "MachineProfile", "cache_path", "load_profile", "save_profile"]
@@ -147,13 +148,10 @@ def cache_path(config: Config) -> Path:
 
 
 def _key(config: Config) -> dict[str, Any]:
-    device = config.device
-    name = "cpu"
-    if device.type != "cpu":
-        index = device.index if device.index is not None else 0
-        with contextlib.suppress(AttributeError, RuntimeError):
-            name = torch.get_device_module(device).get_device_properties(index).name
-        name = f"{device.type}:{index} {name}"
+    device = indexed(config.device)
+    name = str(device)
+    with contextlib.suppress(AttributeError, RuntimeError):  # not every backend has properties
+        name += f" {torch.get_device_module(device).get_device_properties(device.index).name}"
     return {
         "machine": platform.node(),
         "kernel": platform.release(),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from offload.config import Config
 from offload.engines import native_is_built
 from offload.probe.disk import (
@@ -17,7 +15,13 @@ from offload.probe.disk import (
     measure_disk,
 )
 from offload.probe.facts import directory_facts, host_facts
-from offload.probe.link import LinkRates, accelerator_facts, measure_flops, measure_link
+from offload.probe.link import (
+    LinkRates,
+    accelerator_facts,
+    indexed,
+    measure_flops,
+    measure_link,
+)
 from offload.probe.verdicts import Survey
 
 __all__ = ["cells", "passes", "survey"]
@@ -99,6 +103,4 @@ def survey(
 def _link(config: Config, *, quick: bool) -> LinkRates | None:
     if config.device.type == "cpu":
         return None
-    index = config.device.index
-    device = torch.device(config.device.type, 0 if index is None else index)
-    return measure_link(device, config.disk_dir, copies=8 if quick else 32)
+    return measure_link(indexed(config.device), config.disk_dir, copies=8 if quick else 32)

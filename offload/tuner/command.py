@@ -110,7 +110,7 @@ def command(
             )  # fmt: skip
     except (OffloadError, OSError, ValueError) as error:
         raise Failure(str(error)) from None
-    except Exception as error:
+    except Exception as error:  # whatever the user's own code raises
         raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
     _report(found, loaded.name, output, console, as_json=as_json)
     sys.exit(0 if found.decision.choice is Choice.OFFLOAD else 1)
@@ -121,7 +121,7 @@ def _load(target: str, seed: int) -> Target:
         return load_target(target, seed=seed)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    except Exception as error:
+    except Exception as error:  # whatever the user's own code raises
         raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
 
 

@@ -7,12 +7,11 @@ here: a session, whose policy keeps them all, is asked.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -24,17 +23,14 @@ from offload.config import Config
 from offload.live import is_parameter_like, storage_of
 from offload.placement import Placement, SavedTensor
 from offload.session import Session
+from offload.tuner.timeline import Timeline
 
 __all__ = [
     "Beyond",
     "BlockRecord",
-    "DeviceTimeline",
-    "HostTimeline",
     "StepRecord",
-    "Timeline",
     "Touch",
     "record_step",
-    "timeline_for",
     "with_releases",
 ]
 
@@ -89,108 +85,6 @@ class StepRecord:
     def movable_bytes(self) -> int:
         """Of all storages that could leave."""
         return sum(b.nbytes for b in self.blocks if b.movable and not b.held)
-
-
-# -- time ------------------------------------------------------------------------------------------
-
-
-class Timeline(Protocol):
-    """When the computation was where; times in nanoseconds on one scale of its own."""
-
-    def begin(self) -> None:
-        """From now on time counts; nothing may be running."""
-
-    def mark(self) -> object:
-        """Where the computation is now. Does not wait."""
-
-    def when_ns(self, mark: Any) -> int:
-        """When it was there."""
-
-    def host_ns(self) -> int:
-        """What the host's own time is."""
-
-    def end_ns(self) -> int:
-        """Wait until the computation is done; when that was."""
-
-    def memory_bytes(self) -> tuple[int, int] | None:
-        """Device memory over that at ``begin``: the most since the last call, and now. None where
-        it is not counted.
-        """
-
-
-class HostTimeline:
-    """Of ``device="cpu"``, where host and computation are one."""
-
-    def begin(self) -> None:
-        self._start_ns = time.perf_counter_ns()
-
-    def mark(self) -> int:
-        return self.host_ns()
-
-    def when_ns(self, mark: Any) -> int:
-        return int(mark)
-
-    def host_ns(self) -> int:
-        return time.perf_counter_ns() - self._start_ns
-
-    def end_ns(self) -> int:
-        return self.host_ns()
-
-    def memory_bytes(self) -> tuple[int, int] | None:
-        return None
-
-
-class DeviceTimeline:
-    """Of an accelerator: events on the stream that computes.
-
-    Args:
-        device: the accelerator.
-        host_clock_ns: the host's time, on the same scale as the device's.
-    """
-
-    def __init__(
-        self, device: torch.device, host_clock_ns: Callable[[], int] = time.perf_counter_ns
-    ) -> None:
-        self._device = device
-        self._clock_ns = host_clock_ns
-
-    def begin(self) -> None:
-        torch.accelerator.synchronize()
-        self._base_bytes = torch.accelerator.memory_allocated()
-        torch.accelerator.reset_peak_memory_stats()
-        self._origin: torch.Event = self._record()
-        self._start_ns = self._clock_ns()
-
-    def mark(self) -> torch.Event:
-        return self._record()
-
-    def when_ns(self, mark: Any) -> int:
-        return int(1e6 * self._origin.elapsed_time(mark))
-
-    def host_ns(self) -> int:
-        return self._clock_ns() - self._start_ns
-
-    def end_ns(self) -> int:
-        last = self._record()
-        torch.accelerator.synchronize()
-        return self.when_ns(last)
-
-    def memory_bytes(self) -> tuple[int, int] | None:
-        most_bytes = torch.accelerator.max_memory_allocated() - self._base_bytes
-        torch.accelerator.reset_peak_memory_stats()
-        return most_bytes, torch.accelerator.memory_allocated() - self._base_bytes
-
-    def _record(self) -> torch.Event:
-        stream = torch.accelerator.current_stream(self._device)
-        return stream.record_event(torch.Event(stream.device, enable_timing=True))
-
-
-def timeline_for(device: torch.device) -> Timeline:
-    """The timeline of a device."""
-    return HostTimeline() if device.type == "cpu" else DeviceTimeline(device)
-
-
-# -- the recorder ----------------------------------------------------------------------------------
 
 
 class _Mark(NamedTuple):

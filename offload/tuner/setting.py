@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from offload.config import Config
@@ -17,10 +18,10 @@ _LEAST_WINDOW_BYTES = _MIB  # of steps that save many times as much
 _WINDOWS = (1 / 64, 1 / 32, 1 / 16, 1 / 8)  # of all bytes that could leave
 _PREFETCHES = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
 _KEPT = (0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-_THRESHOLDS = 3
+_BELOW = (1 / 100, 1 / 10, 1 / 3)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Setting:
     """What a session is given; see ``Config`` for the meaning of each."""
 
@@ -76,21 +77,13 @@ def _rounded(nbytes: float, floor_bytes: int) -> int:
 
 
 def thresholds(record: StepRecord, config: Config) -> list[int]:
-    """A few values of ``min_offload_bytes`` that differ in what they let leave, by whole sizes.
-
-    The least takes in all storages but the smallest hundredth of the bytes: what hardly matters is
-    not worth a transfer each.
+    """A few values of ``min_offload_bytes`` that differ in what they let leave: those below which
+    about a hundredth, a tenth and a third of the bytes are, and the config's own.
     """
     sizes = sorted(b.nbytes for b in record.blocks if b.movable and not b.held)
-    total_bytes, below_bytes = sum(sizes), 0
-    cuts: list[int] = []
-    for nbytes in sizes:
-        if below_bytes >= total_bytes / 100 * 10 ** len(cuts) and nbytes not in cuts[-1:]:
-            cuts.append(nbytes)
-        below_bytes += nbytes
-        if len(cuts) == _THRESHOLDS:
-            break
-    return sorted({config.min_offload_bytes, *cuts})
+    below_bytes = list(accumulate(sizes))
+    cuts = (bisect_right(below_bytes, share * below_bytes[-1]) for share in _BELOW)
+    return sorted({config.min_offload_bytes, *(sizes[cut] for cut in cuts)})
 
 
 def _engines(config: Config, profile: MachineProfile) -> list[tuple[int, int]]:

@@ -17,8 +17,9 @@ from offload.config import Config
 from offload.live import LiveBytesMeter
 from offload.report import StepReport
 from offload.session import Session, Step
-from offload.tuner.record import StepRecord, Timeline, record_step, with_releases
+from offload.tuner.record import StepRecord, record_step, with_releases
 from offload.tuner.setting import Setting
+from offload.tuner.timeline import Timeline
 
 __all__ = ["Measured", "Runner", "recomputing", "repeated_blocks"]
 

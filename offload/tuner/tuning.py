@@ -15,12 +15,13 @@ from offload.config import Config
 from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
 from offload.tuner.decide import Decision, decide, pareto
-from offload.tuner.record import StepRecord, Timeline, timeline_for
+from offload.tuner.record import StepRecord
 from offload.tuner.replay import Prediction, plain_prediction, scaled
 from offload.tuner.replay_disk import DiskReplay
 from offload.tuner.replay_link import LinkReplay
 from offload.tuner.search import Calibration, Candidate, Limits, Trial, calibrated, search
 from offload.tuner.setting import Setting, grid
+from offload.tuner.timeline import Timeline, timeline_for
 from offload.tuner.trial import Measured, Runner
 from offload.units import format_bytes, parse_bytes
 

@@ -15,8 +15,9 @@ from torch import nn
 import offload
 from offload.probe import MachineProfile
 from offload.tuner import Choice, Setting, predict
-from offload.tuner.record import DeviceTimeline, StepRecord, record_step
+from offload.tuner.record import StepRecord, record_step
 from offload.tuner.replay import plain_prediction
+from offload.tuner.timeline import DeviceTimeline
 from offload.tuner.trial import Runner
 from offload.workloads import preset
 

@@ -15,9 +15,10 @@ from offload.live import LiveBytesMeter
 from offload.probe import DiskRates, MachineProfile
 from offload.targets import target_of_workload
 from offload.tuner import Choice, Setting, predict
-from offload.tuner.record import HostTimeline, record_step, with_releases
+from offload.tuner.record import record_step, with_releases
 from offload.tuner.replay import plain_prediction
 from offload.tuner.setting import grid
+from offload.tuner.timeline import HostTimeline
 from offload.tuner.trial import Runner, recomputing, repeated_blocks
 from tests.support import assert_identical
 
