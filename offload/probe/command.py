@@ -55,7 +55,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Measure this machine and DIR, and say what offloading would gain there.
+    """Say what this machine is fit for.
 
     DIR is where the scratch file would lie: by default $OFFLOAD_DIR, else the temporary directory.
     The rates are remembered for "offload tune" and "offload.plan". Exit status: 0; 1 if offloading

@@ -81,7 +81,10 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Find the session's options with which TARGET keeps to a limit at the least cost.
+    """Find a session's options for TARGET.
+
+    Sought are those with which it keeps to a limit of memory at the least cost of time, or the
+    other way round.
 
     TARGET is module:function or script.py:function, which returns a step (or a model and a step),
     or the name of a workload. One plain step is recorded and replayed under hundreds of settings;

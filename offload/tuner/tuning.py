@@ -206,7 +206,7 @@ def tune(
     plain = runner.plain()
     advance("recording a step")
     record = scaled(runner.record(), plain.best_seconds)
-    _check(record)
+    _check(record, config.device)
     if limits.max_live_bytes is not None and plain.peak_live_bytes <= limits.max_live_bytes:
         return Tuning(decide(plain, None, (), limits), config, limits, plain, None, (), (), 0)
     advance("rates of this machine")
@@ -253,7 +253,7 @@ def _config(config: Config | None, options: dict[str, Any]) -> Config:
     return config if config is not None else Config(**options)
 
 
-def _check(record: StepRecord) -> None:
+def _check(record: StepRecord, device: torch.device) -> None:
     if not record.blocks:
         raise ValueError(
             "the step saved nothing for a backward: does it run a forward with gradients enabled, "
@@ -265,6 +265,11 @@ def _check(record: StepRecord) -> None:
             "forward and its backward"
         )
     movable = [b.nbytes for b in record.blocks if b.movable and not b.held]
+    if not movable and device.type != "cpu":
+        raise ValueError(
+            f"the step saved nothing on {str(device)!r}: move its model and data there, or give "
+            "device='cpu' for a step that computes on the CPU"
+        )
     if max(movable, default=0) < LEAST_BLOCK_BYTES:
         largest = format_bytes(max(movable, default=0))
         raise ValueError(

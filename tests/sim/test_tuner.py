@@ -195,6 +195,15 @@ def test_where_the_link_is_fast_a_session_is(gpt: Rig) -> None:
     assert found.tuned().window_bytes == found.options["window_bytes"]
 
 
+def test_a_step_on_another_device_is_told(gpt: Rig) -> None:
+    def on_the_cpu() -> None:
+        torch.ones(100, 100, requires_grad=True).exp().sum().backward()
+
+    gpt.step = on_the_cpu
+    with pytest.raises(ValueError, match="saved nothing on 'sim': move its model and data there"):
+        tuned(gpt)
+
+
 def test_host_memory_that_does_not_suffice_is_told(gpt: Rig) -> None:
     gpt.config = offload.Config(
         device="sim", disk_dir=gpt.config.disk_dir, host_budget="64KiB", window_bytes="64KiB"
