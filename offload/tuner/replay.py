@@ -9,8 +9,8 @@ computation, and of the link or the disk. Values in, values out; nothing runs.
     replay_disk.py  the CPU: copies into slots by the thread that computes, one disk, reads first
 
 What is left out: the disk behind an accelerator (host memory is taken to suffice), pieces of host
-memory, small allocations, and other processes. ``extra_seconds_per_byte`` stands for the rest; it
-is fitted to measured steps.
+memory, small allocations, and other processes. What they cost, ``search.Calibration`` learns from
+measured steps.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Replay(ABC):
         self._uses_left = Counter(t.block for t in record.touches if t.is_use)
         self._dying: list[int] = []
 
-    def run(self, extra_seconds_per_byte: float = 0.0) -> Prediction:
+    def run(self) -> Prediction:
         """Walk through the step."""
         last_ns, saved = 0, set()
         beyond = self.record.beyond or [Beyond(0, 0)] * (len(self.record.touches) + 1)
@@ -114,9 +114,8 @@ class Replay(ABC):
         self._bury()
         self._see(beyond[-1].before_bytes)
         return Prediction(
-            self.now_ns / 1e9 + extra_seconds_per_byte * self.moved_bytes,
-            self.stall_ns / 1e9, self.backpressure_ns / 1e9, self.peak_bytes, self.moved_bytes,
-            self.moved_blocks,
+            self.now_ns / 1e9, self.stall_ns / 1e9, self.backpressure_ns / 1e9, self.peak_bytes,
+            self.moved_bytes, self.moved_blocks,
         )  # fmt: skip
 
     # -- lives and deaths --------------------------------------------------------------------------

@@ -50,12 +50,12 @@ class Limits:
 
     def score(self, ratio: float, live_bytes: float, moved_bytes: float) -> tuple[float, ...]:
         """Lower is better; of settings that differ by no more than noise, what moves less."""
-        kept = not self.kept(ratio, live_bytes)
+        broken = not self.kept(ratio, live_bytes)
         if self.max_live_bytes is None:
-            return (kept, live_bytes if not kept else ratio, ratio)
+            return (broken, ratio if broken else live_bytes, ratio)
         if live_bytes > self.max_live_bytes:
-            return (kept, live_bytes, ratio)
-        return (kept, round(ratio / _SAME_TIME), moved_bytes, live_bytes)
+            return (broken, live_bytes, ratio)
+        return (broken, round(ratio / _SAME_TIME), moved_bytes, live_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class Trial:
 
     def score(self, limits: Limits) -> tuple[float, ...]:
         """Lower is better."""
-        return limits.score(
-            self.measured.ratio, self.measured.peak_live_bytes, self.moved_bytes
-        )  # fmt: skip
+        m = self.measured
+        return limits.score(m.ratio, m.peak_live_bytes, self.moved_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Tuning on the CPU, with real steps: what is recorded, tried, decided and written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_the_grid_is_in_proportion_and_has_the_own_setting(config: offload.Confi
     assert max(s.window_bytes for s in others) <= record.movable_bytes / 4
     assert {(s.io_threads, s.io_block_bytes) for s in settings} == {(2, 8 * MIB), (4, MIB)}
     assert len({s.min_offload_bytes for s in settings}) > 1
+    # A long step takes longer to replay.
+    long = replace(record, touches=record.touches * 50)
+    assert 1 < len(grid(long, config, RATES)) * len(long.touches) <= 1_100_000
+    assert grid(long, config, RATES)[0] == Setting.of(config)
 
 
 # -- recomputation ---------------------------------------------------------------------------------
