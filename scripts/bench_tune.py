@@ -55,7 +55,9 @@ MORE_TO_MEASURE = 4
 class Bench:
     """The measurements so far, in a file, and the time that is left for more."""
 
-    def __init__(self, path: Path, workload: str, minutes: float, share: float) -> None:
+    def __init__(
+        self, path: Path, workload: str, minutes: float, share: float, repeats: int
+    ) -> None:
         self.path = path
         self.until = time.monotonic() + 60 * minutes
         self.state: dict[str, Any] = {"format": JSON_FORMAT, "workload": workload, "grid": {}}
@@ -66,7 +68,7 @@ class Bench:
         target = target_of_workload(workload)
         self.step, self.model = target.step, target.model
         self.config = offload.Config(device="cpu")
-        self.runner = Runner(self.step, self.model, self.config, HostTimeline(), repeats=1)
+        self.runner = Runner(self.step, self.model, self.config, HostTimeline(), repeats)
         if "plain_bytes" not in self.state:
             plain = self.runner.plain()
             self.state["plain_bytes"] = plain.peak_live_bytes
@@ -197,14 +199,23 @@ def _words(setting: Setting | None) -> str:
 @click.option("--state", type=click.Path(path_type=Path), required=True, help="What was measured.")
 @click.option("--minutes", type=float, default=60, show_default=True, help="Then stop for now.")
 @click.option("--share", type=float, default=0.25, show_default=True, help="Limit, of plain's.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Steps of a trial."
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def main(
-    workload: str, state: Path, minutes: float, share: float, rounds: int, as_json: bool
+    workload: str,
+    state: Path,
+    minutes: float,
+    share: float,
+    repeats: int,
+    rounds: int,
+    as_json: bool,
 ) -> None:
     """Compare tuning with trying everything."""
     console = Console(stderr=as_json, highlight=False)
-    bench = Bench(state, workload, minutes, share)
+    bench = Bench(state, workload, minutes, share, repeats)
     if not bench.try_everything(console):
         console.print(f"{len(bench.state['grid'])} of {len(bench.settings())} settings so far")
         sys.exit(MORE_TO_MEASURE)
