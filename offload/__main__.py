@@ -6,7 +6,9 @@ import click
 
 from offload import __version__, demo, merge_traces
 from offload.profiler import command as profiler_command
+from offload import __version__, demo
 from offload.probe.command import command as probe
+from offload.profiler import command as profiler_command
 from offload.tuner.command import command as tune
 
 __all__ = ["main"]
