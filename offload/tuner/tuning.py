@@ -161,7 +161,8 @@ def tune(
     """Find the options with which a session keeps to a limit at the least cost.
 
     One step is recorded, replayed under hundreds of settings with the measured rates of this
-    machine, and only the most promising are tried; each trial corrects the replay.
+    machine, and only the most promising are tried; each trial corrects the replay. On an
+    accelerator this resets the allocator's peak again and again.
 
     Args:
         step: runs one forward and backward, in no session; it is called a few dozen times.
