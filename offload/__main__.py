@@ -5,8 +5,6 @@ from __future__ import annotations
 import click
 
 from offload import __version__, demo, merge_traces
-from offload.profiler import command as profiler_command
-from offload import __version__, demo
 from offload.probe.command import command as probe
 from offload.profiler import command as profiler_command
 from offload.tuner.command import command as tune

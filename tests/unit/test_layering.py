@@ -24,10 +24,8 @@ LAYERS = [
     {"session"},
     {"integrations", "measure"},
     {"workloads"},
-    {"targets"},
-    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
     {"targets", "tuner"},
-    {"__main__", "__init__", "demo", "profiler"},
+    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
