@@ -4,6 +4,7 @@
      |- StorageError            the disk tier failed: what, where, how much, the errno
      |- ModifiedInPlaceError    a saved tensor was changed before its backward
      |- StateError              a rule was broken: exit out of order, use after a fork, a bug
+     |- PlanError               no plan fits the budgets, or a plan does not fit the model
      '- OrderError              OFFLOAD_CHECK=1 found two accesses that nothing orders: a bug
 
 A mistake in an argument is a ``ValueError`` or ``TypeError`` where the argument is given.
@@ -43,6 +44,13 @@ class ModifiedInPlaceError(OffloadError):
 
 class StateError(OffloadError):
     """Something was asked for in a state that does not allow it."""
+
+
+class PlanError(OffloadError):
+    """No plan fits the budgets, or a plan was made for another model.
+
+    The message says what is needed at least, what sets that floor, and what to do.
+    """
 
 
 class OrderError(OffloadError):

@@ -21,6 +21,8 @@ LAYERS = [
     {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"distributed"},
+    {"hooks", "prefetch", "recompute", "report", "tiers"},
+    {"planner"},
     {"session"},
     {"integrations", "measure"},
     {"workloads"},

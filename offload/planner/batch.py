@@ -1,0 +1,151 @@
+"""Many plans of one chain evaluated at once: the recurrence of ``model.py`` over vectors.
+
+A search looks at tens of thousands of plans. One walk along the chain with a vector of plans at
+each segment costs what a few dozen single walks would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.planner.model import UNLIMITED, Chain
+
+__all__ = ["Evaluator"]
+
+_TOLERANCE_BYTES = 1e-6
+_FIELDS = (
+    "resident_bytes", "offload_bytes", "present_bytes", "host_bytes", "disk_bytes",
+    "forward_seconds", "backward_seconds", "holds_output", "frees_input",
+)  # fmt: skip
+
+
+class Evaluator:
+    """The seconds of many plans of ``chain``.
+
+    Example:
+        >>> from offload.planner.model import Option, Segment, predict
+        >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
+        >>> away = Option("host", offload_bytes=8, present_bytes=8)
+        >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
+        >>> chain = Chain(layers, device_bytes=16, out_rate=4, back_rate=8)
+        >>> Evaluator(chain)(torch.tensor([[1, 0, 0], [1, 1, 0]])).tolist()
+        [inf, 10.0]
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        segments = chain.segments
+        self.widths = [len(s.options) for s in segments]
+        width = max(self.widths)
+        # A missing option is never chosen; its row only fills the table.
+        padded = [[*s.options, *[s.options[0]] * (width - len(s.options))] for s in segments]
+        self._tables = {
+            name: torch.tensor(
+                [[float(getattr(o, name)) for o in row] for row in padded], dtype=torch.float64
+            )
+            for name in _FIELDS
+        }
+        self._shared = torch.tensor([s.shared_bytes for s in segments], dtype=torch.float64)
+
+    def __call__(self, choices: Tensor) -> Tensor:
+        """Seconds of each row of ``choices`` (plans x segments, int64); infinite if infeasible."""
+        if not len(choices):
+            return torch.empty(0, dtype=torch.float64)
+        columns = choices.t()  # one row per segment
+        chosen = {name: table.gather(1, columns) for name, table in self._tables.items()}
+        resident = chosen["resident_bytes"]
+        if bool(self._shared.any()):
+            held = chosen["holds_output"][:-1] * chosen["frees_input"][1:]
+            resident = resident.clone()
+            resident[:-1] += held * self._shared[1:, None]
+        before = resident.cumsum(0) - resident
+        chain, infinite = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
+        forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
+        forward_rooms -= _column(s.forward_bytes for s in chain.segments)
+        backward_rooms = chain.device_bytes - before
+        backward_rooms = backward_rooms - _column(
+            s.saved_bytes + s.backward_bytes for s in chain.segments
+        )
+        feasible = (forward_rooms >= -_TOLERANCE_BYTES).all(0)
+        feasible &= (backward_rooms >= -_TOLERANCE_BYTES).all(0)
+        feasible &= chosen["disk_bytes"].sum(0) <= chain.disk_bytes
+        host_rooms: Tensor | None = None
+        if math.isfinite(chain.host_bytes):
+            resting = chosen["host_bytes"].cumsum(0) + chosen["disk_bytes"]
+            host_rooms = chain.host_bytes - resting
+            feasible &= (host_rooms >= -_TOLERANCE_BYTES).all(0)
+        alive = feasible.nonzero().flatten()
+        if not len(alive):
+            return infinite
+        chosen = {name: values[:, alive] for name, values in chosen.items()}
+        infinite[alive] = self._seconds(
+            chosen,
+            forward_rooms[:, alive],
+            backward_rooms[:, alive],
+            None if host_rooms is None else host_rooms[:, alive],
+        )
+        return infinite
+
+    def _seconds(
+        self,
+        chosen: dict[str, Tensor],
+        forward_rooms: Tensor,
+        backward_rooms: Tensor,
+        host_rooms: Tensor | None,
+    ) -> Tensor:
+        """See Note: the recurrence."""
+        chain = self.chain
+        ahead = chosen["forward_seconds"] + _column(s.forward_seconds for s in chain.segments)
+        back = chosen["backward_seconds"] + _column(s.backward_seconds for s in chain.segments)
+        moved, disk = chosen["offload_bytes"], chosen["disk_bytes"]
+        total = ahead.sum(0) + back.sum(0)
+        waited, queue = _pass(
+            ahead, moved, disk, forward_rooms.clamp(max=chain.window_bytes), host_rooms,
+            (chain.out_rate, chain.write_rate),
+        )  # fmt: skip
+        total += waited.sum(0)
+        waited, _ = _pass(
+            back, moved, disk, backward_rooms.clamp(max=chain.prefetch_bytes), host_rooms,
+            (chain.back_rate, chain.read_rate),
+        )  # fmt: skip
+        total += waited.sum(0)
+        for i in reversed(range(len(chain.segments))):
+            queue = (queue - moved[i]).clamp_(min=0.0)
+            over = (queue - backward_rooms[i]).clamp_(min=0.0)
+            total += over / chain.out_rate
+            queue = (queue - over - chain.out_rate * (back[i] + waited[i])).clamp_(min=0.0)
+        return total
+
+
+def _pass(
+    seconds: Tensor,
+    moved: Tensor,
+    disk: Tensor,
+    rooms: Tensor,
+    host_rooms: Tensor | None,
+    rates: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """Stalls of one direction, and what waits for the link in the end."""
+    link, beyond = rates
+    three_tiers = host_rooms is not None and beyond < UNLIMITED
+    queue = torch.zeros_like(seconds[0])
+    writes = torch.zeros_like(queue)
+    stalls = torch.zeros_like(seconds)
+    for i in range(len(seconds)):
+        stall = (queue - rooms[i]).clamp_(min=0.0) / link
+        if three_tiers:
+            assert host_rooms is not None
+            stall = torch.maximum(stall, (writes - host_rooms[i]) / beyond)
+            writes = (writes - beyond * (seconds[i] + stall)).clamp_(min=0.0) + disk[i]
+        queue = (queue - link * (seconds[i] + stall)).clamp_(min=0.0) + moved[i]
+        stalls[i] = stall
+    return stalls, queue
+
+
+def _column(values: object) -> Tensor:
+    numbers: Sequence[float] = list(values)  # type: ignore[call-overload]
+    return torch.tensor(numbers, dtype=torch.float64)[:, None]
