@@ -142,6 +142,7 @@ class Block:
         "produced",
         "request",
         "reservation",
+        "segment",
         "slot",
         "state",
         "tickets",
@@ -158,6 +159,7 @@ class Block:
         self.produced: object = None  # what the lane said when it was saved
         self.module = ""  # that saved it, where modules are watched
         self._about: Subject | None = None
+        self.segment = -1  # of a plan, whose forward saved it
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness

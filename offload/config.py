@@ -51,6 +51,21 @@ def _to_directory(value: str | os.PathLike[str] | None) -> str:
     return path
 
 
+def _to_device_budget(value: int | str | None) -> int | str | None:
+    """``"auto"`` waits for the device to be known."""
+    return value if value is None or value == "auto" else parse_bytes(value, "device_budget")
+
+
+def _whole_device(device: torch.device) -> int:
+    """What a step may take of the device: all but a tenth, or half of the host memory that is
+    available.
+    """
+    if device.type == "cpu":
+        return available_memory_bytes() // 2
+    _, total_bytes = torch.accelerator.get_memory_info(device)
+    return total_bytes // 10 * 9
+
+
 def _size(default: int | None) -> Any:
     convert = _to_bytes if default is not None else _to_bytes_or_none
     return field(default=default, converter=Converter(convert, takes_field=True))
@@ -123,6 +138,16 @@ class Config:
         budget_scope: ``"node"``: the two budgets are those of this machine, and divided by the
             processes on it (``$LOCAL_WORLD_SIZE``, which torchrun sets). ``"rank"``: they are those
             of this process.
+        disk_budget: most bytes of that file. ``None``: what the file system has.
+        host_budget: most bytes of host memory that hold copies on their way out or back.
+            ``None``: ``window_bytes + prefetch_bytes`` on ``"cpu"``; with an accelerator, half of
+            what is available now, divided by the processes on this machine
+            (``$LOCAL_WORLD_SIZE``). It is taken and pinned as need grows.
+        device_budget: most bytes of device memory. On an accelerator of all that its allocator has
+            given out; on ``"cpu"`` of saved activations with the host memory above. A plan keeps
+            to it by what it chooses (``Session.apply``); without one, whatever would pass it
+            leaves. ``"auto"``: all but a tenth of the accelerator, half of the memory available.
+            ``None``: no limit.
         min_offload_bytes: storages smaller than this stay where they are.
         window_bytes: most bytes on their way out at one time: of storages being copied from an
             accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
@@ -164,6 +189,7 @@ class Config:
     disk_budget: int | None = _size(None)
     host_budget: int | None = _size(None)
     budget_scope: Literal["node", "rank"] = field(default="node", validator=_one_of("node", "rank"))
+    device_budget: int | None = field(default=None, converter=_to_device_budget)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)
     prefetch_bytes: int = _size(48 * MiB)
@@ -216,6 +242,9 @@ class Config:
     @property
     def _shares(self) -> int:
         return local_processes() if self.budget_scope == "node" else 1
+            # A slab costs nothing until it is touched, and the budget counts what is.
+            return max(windows_bytes, min(self.device_budget or 0, total_memory_bytes()))
+        return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
 
     @property
     def heap_trim_bytes(self) -> int:
@@ -234,6 +263,9 @@ class Config:
             raise ValueError(f"io_threads is {value}; give 1 to 64 (2 to 4 saturate one disk)")
 
     def __attrs_post_init__(self) -> None:
+        budget: object = self.device_budget
+        if budget == "auto":
+            object.__setattr__(self, "device_budget", _whole_device(self.device))
         for name in ("window_bytes", "io_block_bytes"):
             if getattr(self, name) < 4096:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 4096 bytes")

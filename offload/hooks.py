@@ -33,6 +33,7 @@ from offload.tiers import Tiers
 
 _graph_task_id = torch._C._current_graph_task_id
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+Watch = Callable[[torch.Tensor, torch.UntypedStorage], None]
 HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -50,6 +51,7 @@ class _Asked(threading.local):
     """What a thread asks of what it saves, while it runs some part of a model."""
 
     placement: Placement | None = None  # in place of the policy's
+    segment: int = -1  # of a plan, whose forward runs
     node: int | None = None  # in place of the number of the operation that saves
 
 
@@ -66,6 +68,7 @@ class Hooks:
         self._asked = _Asked()
         self.scopes = Scopes(tiers.trace)
         self._in_backward = False  # where the step has come to, as far as it was seen
+        self.watch: Watch | None = None  # sees what is saved, parameters apart
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
         self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
@@ -87,17 +90,19 @@ class Hooks:
         return len(self._blocks)
 
     @contextlib.contextmanager
-    def placed(self, placement: Placement | None) -> Iterator[None]:
+    def placed(self, placement: Placement | None, segment: int = -1) -> Iterator[None]:
         """What this thread saves inside goes to ``placement``; ``None``: where the policy says.
 
         The innermost counts. What never moves, and what is too small to, stays as ever.
+        ``segment``: the number of the plan's segment that it belongs to.
         """
-        before = self._asked.placement
+        before = self._asked.placement, self._asked.segment
         self._asked.placement = placement
+        self._asked.segment = segment if segment >= 0 else before[1]
         try:
             yield
         finally:
-            self._asked.placement = before
+            self._asked.placement, self._asked.segment = before
 
     @contextlib.contextmanager
     def numbered(self, node: int) -> Iterator[None]:
@@ -147,6 +152,8 @@ class Hooks:
             nbytes = storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse and other kinds without a storage
             return self._kept("kind", 0)
+        if self.watch is not None and not is_never_moved(tensor, nbytes):
+            self.watch(tensor, storage)
         if nbytes < self._min_bytes:
             self._counters.kept_bytes["small"] += nbytes
             return None
@@ -164,6 +171,9 @@ class Hooks:
             if not isinstance(placement, Placement):
                 raise TypeError(f"the policy returned {placement!r}; return a Placement")
         if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
+            return self._kept("kind", nbytes)
+        placement = self._placement(tensor, storage, nbytes)
+        if placement is Placement.KEEP:
             self._tiers.saw(tensor.device)
             self._tiers.live.track(storage)
             return self._kept("policy", nbytes)
@@ -184,6 +194,31 @@ class Hooks:
             return self._kept("kind", nbytes)
         packed = self._pack(part)
         return Wrapper(tensor, packed) if packed is not None else None
+    def _placement(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> Placement:
+        """What the rule in force says, else the policy; but nothing stays beyond the budget."""
+        placement = self._asked.placement
+        if placement is None:
+            placement = self._policy(
+                SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
+            )
+            if not isinstance(placement, Placement):
+                raise TypeError(f"the policy returned {placement!r}; return a Placement")
+        if placement is Placement.HOST and tensor.is_cpu:
+            placement = Placement.KEEP
+        if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
+            return Placement.DISK if tensor.is_cpu else Placement.HOST
+        return placement
+
+    def _may_keep(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
+        """Within the budget of device memory, which counts what is there and was not counted."""
+        gate, tiers = self._tiers.gate, self._tiers
+        if gate.limit_bytes is None or _graph_task_id() != -1:
+            return True
+        with tiers.lock:
+            new = tiers.common.lane.host_is_device and not tiers.live.counts(storage)
+            return gate.may_keep(self._asked.segment, nbytes if new else 0)
 
     def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
@@ -204,6 +239,7 @@ class Hooks:
             known = self._blocks.get(key)
             block = known if known is not None else Block(storage, witness, placement)
             if known is None:
+                block.segment = self._asked.segment
                 block.foreign = tensor.grad_fn is None
             ticket = Ticket(block, TensorLayout.of(tensor), witness)
             if known is None:
@@ -240,6 +276,15 @@ class Hooks:
             self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
             return ticket.layout.view(self._tiers.take(ticket), ticket.witness.counter)
+
+
+def is_never_moved(tensor: torch.Tensor, storage_bytes: int) -> bool:
+    """See Note: what is never moved; and a part of a data set, which its owner keeps."""
+    return (
+        is_parameter_like(tensor)
+        or _is_cast_of_parameter(tensor)
+        or _is_part_of_data(tensor, storage_bytes)
+    )
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:

@@ -98,6 +98,12 @@ class LiveBytes:
                 self._alive_bytes -= known.counted_bytes
                 known.counted_bytes = 0
 
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` is tracked, or excluded."""
+        with self._lock:
+            self._drain()
+            return storage._cdata in self._watches
+
     @property
     def alive_bytes(self) -> int:
         """Bytes of the tracked storages that are alive now."""

@@ -33,7 +33,9 @@ from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective
 from offload.recompute.selectors import Selector, choose
 
-__all__ = ["Action", "Applied", "Rules", "apply_rules"]
+__all__ = [
+    "WAYS", "Action", "Applied", "Rule", "Rules", "apply_rules", "check_unruled", "recomputed",
+]  # fmt: skip
 
 
 class Action(Enum):
@@ -43,7 +45,8 @@ class Action(Enum):
     whatever the session's policy says. ``RECOMPUTE``: given up and computed again, from inputs that
     are kept on the device, in host memory (``RECOMPUTE_HOST``) or on the disk (``RECOMPUTE_DISK``).
     ``SELECTIVE``: only what is cheap is computed again, see ``offload.selective``; its inputs and
-    the results of the others go where the session's policy says.
+    the results of the others go where the session's policy says, or stay (``SELECTIVE_KEEP``), or
+    go to host memory (``SELECTIVE_HOST``) or the disk (``SELECTIVE_DISK``).
     """
 
     KEEP = "keep"
@@ -53,6 +56,9 @@ class Action(Enum):
     RECOMPUTE_HOST = "recompute+host"
     RECOMPUTE_DISK = "recompute+disk"
     SELECTIVE = "selective"
+    SELECTIVE_KEEP = "selective+keep"
+    SELECTIVE_HOST = "selective+host"
+    SELECTIVE_DISK = "selective+disk"
 
     @classmethod
     def of(cls, value: Action | str) -> Action:
@@ -68,20 +74,25 @@ class Action(Enum):
             raise ValueError(f"{value!r} is no action; choose one of {listed}") from None
 
 
-class _Plan(NamedTuple):
+class Way(NamedTuple):
+    """How an action is carried out."""
+
     placement: Placement | None  # of what is saved, or of the inputs; None: as the policy says
     recomputed: bool
     selective: bool = False
 
 
-_PLANS = {
-    Action.KEEP: _Plan(Placement.KEEP, False),
-    Action.HOST: _Plan(Placement.HOST, False),
-    Action.DISK: _Plan(Placement.DISK, False),
-    Action.RECOMPUTE: _Plan(Placement.KEEP, True),
-    Action.RECOMPUTE_HOST: _Plan(Placement.HOST, True),
-    Action.RECOMPUTE_DISK: _Plan(Placement.DISK, True),
-    Action.SELECTIVE: _Plan(None, True, selective=True),
+WAYS = {
+    Action.KEEP: Way(Placement.KEEP, False),
+    Action.HOST: Way(Placement.HOST, False),
+    Action.DISK: Way(Placement.DISK, False),
+    Action.RECOMPUTE: Way(Placement.KEEP, True),
+    Action.RECOMPUTE_HOST: Way(Placement.HOST, True),
+    Action.RECOMPUTE_DISK: Way(Placement.DISK, True),
+    Action.SELECTIVE: Way(None, True, selective=True),
+    Action.SELECTIVE_KEEP: Way(Placement.KEEP, True, selective=True),
+    Action.SELECTIVE_HOST: Way(Placement.HOST, True, selective=True),
+    Action.SELECTIVE_DISK: Way(Placement.DISK, True, selective=True),
 }
 Placed = Callable[[Placement | None], AbstractContextManager[None]]
 Rules = Mapping[Selector, Action | str] | Iterable[tuple[Selector, Action | str]]
@@ -93,8 +104,21 @@ def apply_rules(model: nn.Module, rules: Rules, placed: Placed) -> Applied:
         raise TypeError(f"rules apply to a torch.nn.Module, not to {type(model).__name__}")
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     chosen = choose(model, [(selector, Action.of(action)) for selector, action in pairs])
+    check_unruled(chosen)
+    broken = [n for n, (m, _) in chosen.items() if m is not model and not _is_compiled(m)]
+    if broken and _is_compiled(model):
+        warn_user(
+            f"module {broken[0]!r} and {len(broken) - 1} more that are ruled are inside a compiled "
+            "model: its graph ends at each of them, and what is recomputed is not compiled. "
+            "Compile the ruled modules instead, by module.compile()"
+        )
+    return Applied(chosen, lambda _, module, action: Rule(module, action, placed))
+
+
+def check_unruled(chosen: Mapping[str, tuple[nn.Module, Action]]) -> None:
+    """Raise if a module cannot be ruled, or is already."""
     for name, (module, _) in chosen.items():
-        if isinstance(module, _Ruled):
+        if isinstance(module, Ruled):
             raise StateError(
                 f"module {name!r} is ruled already: remove() the rules that were applied before"
             )
@@ -103,14 +127,6 @@ def apply_rules(model: nn.Module, rules: Rules, placed: Placed) -> Applied:
                 f"module {name!r} is a ScriptModule, whose forward cannot be replaced: give a rule "
                 "for the module around it"
             )
-    broken = [n for n, (m, _) in chosen.items() if m is not model and not _is_compiled(m)]
-    if broken and _is_compiled(model):
-        warn_user(
-            f"module {broken[0]!r} and {len(broken) - 1} more that are ruled are inside a compiled "
-            "model: its graph ends at each of them, and what is recomputed is not compiled. "
-            "Compile the ruled modules instead, by module.compile()"
-        )
-    return Applied(chosen, placed)
 
 
 class Applied:
@@ -120,12 +136,16 @@ class Applied:
         actions: by name, what was chosen for each module that is ruled.
     """
 
-    def __init__(self, chosen: Mapping[str, tuple[nn.Module, Action]], placed: Placed) -> None:
+    def __init__(
+        self,
+        chosen: Mapping[str, tuple[nn.Module, Action]],
+        make_rule: Callable[[str, nn.Module, Action], Rule],
+    ) -> None:
         self.actions = {name: action for name, (_, action) in chosen.items()}
-        self._ruled: list[tuple[nn.Module, _Rule]] = []
+        self._ruled: list[tuple[nn.Module, Rule]] = []
         try:
-            for module, action in chosen.values():
-                self._ruled.append((module, _Rule(module, _PLANS[action], placed)))
+            for name, (module, action) in chosen.items():
+                self._ruled.append((module, make_rule(name, module, action)))
         except BaseException:
             self.remove()
             raise
@@ -158,16 +178,16 @@ def _is_compiled(module: nn.Module) -> bool:
 # -- ruling ---------------------------------------------------------------------------------------
 
 
-class _Rule:
-    """A plan for one module, and the class that the module had."""
+class Rule:
+    """An action for one module, and the class that the module had."""
 
-    def __init__(self, module: nn.Module, plan: _Plan, placed: Placed) -> None:
+    def __init__(self, module: nn.Module, action: Action, placed: Placed) -> None:
         self._base: Any = type(module)
         self._ruled: Any = None  # the class meanwhile
-        self._in_force = True  # for those who hold on to a method that they got meanwhile
-        self._plan = plan
+        self.in_force = True  # for those who hold on to a method that they got meanwhile
+        self._way = WAYS[action]
         self._placed = placed
-        self._context_fn: ContextFn | None = selective() if plan.selective else None
+        self._context_fn: ContextFn | None = selective() if self._way.selective else None
         self.enforce(module)
 
     def enforce(self, module: nn.Module) -> None:
@@ -180,7 +200,7 @@ class _Rule:
 
     def lift(self, module: nn.Module) -> None:
         """Make the module what it was."""
-        self._in_force = False
+        self.in_force = False
         _rule_of.pop(module, None)
         if type(module) is self._ruled:  # somebody may have put a class of theirs above it
             module.__class__ = self._base
@@ -189,19 +209,29 @@ class _Rule:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """``forward(*args, **kwargs)`` by the rule."""
-        if not self._in_force:
+        if not self.in_force:
             return forward(*args, **kwargs)
-        with self._placed(self._plan.placement):
-            if not (self._plan.recomputed and torch.is_grad_enabled()):
+        with self._placed(self._way.placement):
+            if not (self._way.recomputed and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            # As a partial: the module's inputs may have the names of checkpoint's own options.
-            function = functools.partial(forward, *args, **kwargs)
-            if self._context_fn is None:
-                return checkpoint(function)
-            return checkpoint(function, context_fn=self._context_fn)
+            return recomputed(forward, args, kwargs, self._context_fn)
 
 
-_rule_of: weakref.WeakKeyDictionary[nn.Module, _Rule] = weakref.WeakKeyDictionary()
+def recomputed(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: ContextFn | None,
+) -> Any:
+    """``forward(*args, **kwargs)``, checkpointed."""
+    # As a partial: the module's inputs may have the names of checkpoint's own options.
+    function = functools.partial(forward, *args, **kwargs)
+    if context_fn is None:
+        return checkpoint(function)
+    return checkpoint(function, context_fn=context_fn)
+
+
+_rule_of: weakref.WeakKeyDictionary[nn.Module, Rule] = weakref.WeakKeyDictionary()
 
 
 class _Forward:
@@ -250,7 +280,7 @@ class _Forward:
         del instance.__dict__["forward"]
 
 
-class _Ruled:
+class Ruled:
     """What the classes of ruled modules have before what the module's own class has."""
 
     _offload_base: Any
@@ -300,4 +330,4 @@ def _ruled_class(base: Any, compiled: bool) -> Any:
         # See Note: compiled code is inside.
         **({"__call__": call} if compiled else {"forward": _Forward(base)}),
     }
-    return type(base)(base.__name__, (_Ruled, base), members)
+    return type(base)(base.__name__, (Ruled, base), members)

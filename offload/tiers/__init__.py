@@ -3,6 +3,7 @@
     outbound.py   device -> host -> disk: the tail, the window, what rests and what is spilled
     inbound.py    disk -> host -> device: on demand, or ahead within the prefetch window
     host.py       the memory in between
+    gate.py       the budget of device memory
     disk.py       reads and writes in flight
     allocator.py  the peak of the device's memory
     common.py     what they share
@@ -28,6 +29,7 @@ from offload.report import Counters
 from offload.tiers.allocator import AllocatorPeak
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
+from offload.tiers.gate import Gate
 from offload.tiers.host import HostTier
 from offload.tiers.inbound import Inbound
 from offload.tiers.outbound import Outbound
@@ -65,6 +67,11 @@ class Tiers:
     def host(self) -> HostTier:
         """Host memory."""
         return self.common.host
+
+    @property
+    def gate(self) -> Gate:
+        """The budget of device memory."""
+        return self.common.gate
 
     @property
     def live(self) -> LiveBytes:
@@ -141,6 +148,23 @@ class Tiers:
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block: it starts to leave when its turn comes."""
         self.outbound.admit(block, storage)
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
+        more.
+        """
+        if not self.in_child:
+            self.outbound.make_room(nbytes)
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is saved and stays: a recomputation's, or something small."""
+        self.common.live.track(storage)
+        self.common.sample()
+
+    def leaving_bytes(self, segment: int) -> int:
+        """Of the blocks of ``segment``, what is in memory: on its way out, or back early."""
+        early = sum(nbytes for owner, nbytes in self.inbound.early() if owner == segment)
+        return early + self.outbound.waiting_bytes(segment)
 
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""

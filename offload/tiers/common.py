@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+import torch
 
 from offload.config import Config
 from offload.engines import Engine
@@ -11,6 +12,7 @@ from offload.lanes import Lane, Passage
 from offload.live import LiveBytes
 from offload.report import Counters
 from offload.store import DiskStore
+from offload.tiers.gate import Gate
 from offload.tiers.host import HostTier
 from offload.trace import MOMENTS, WAITS, Subject, Trace, now_ns, ranged
 
@@ -29,6 +31,18 @@ class Common:
         self.live = LiveBytes()
         self.counters = Counters()
         self.error: StorageError | None = None  # the first of this step
+        self.gate = Gate(self.used_bytes)
+        self.gate.limit_bytes = config.device_budget
+
+    def used_bytes(self) -> int:
+        """Device memory in use: all of it, or where that is host memory what we know of."""
+        if self.lane.host_is_device:
+            return self.live.alive_bytes + self.host.held_bytes
+        device = self.config.device
+        index = (
+            device.index if device.index is not None else torch.accelerator.current_device_index()
+        )
+        return torch.accelerator.memory_allocated(index)
 
     def fail(self, error: StorageError) -> None:
         """Note the step's first failure of the disk; nothing more is sent there until the next."""

@@ -40,6 +40,8 @@ class Inbound:
         in_slot = lane.host_is_device and block.state is not State.DISK
         if block.resident() is not None and not in_slot:
             return True
+        if not self._common.gate.may_prefetch(block.segment, block.nbytes, self.early()):
+            return False
         hold = self.ahead.reserve(block.nbytes, alone=True) if self.ahead.limit_bytes else None
         if hold is None:
             return False
@@ -58,6 +60,13 @@ class Inbound:
             return False
         self._guesses.append(weakref.ref(block))
         return True
+
+    def early(self) -> list[tuple[int, int]]:
+        """Segment and bytes of what was brought back and not asked for yet."""
+        blocks = (r() for r in self._guesses)
+        return [
+            (b.segment, b.nbytes) for b in blocks if b is not None and b.reservation is not None
+        ]
 
     def drop_guesses(self) -> None:
         """Let go of what was brought back ahead and never asked for: a guess ends with its step."""

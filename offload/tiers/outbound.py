@@ -69,8 +69,39 @@ class Outbound:
         self.poll()
         self._tail.append(weakref.ref(block))
         self._tail_bytes += block.nbytes
-        keep_bytes = self._common.config.keep_last_bytes
+        # A plan says itself what stays.
+        keep_bytes = self._common.config.keep_last_bytes if not self._common.gate.needs else 0
         self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
+        self.make_room(0)
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
+        more.
+        """
+        gate = self._common.gate
+        started_ns = 0
+        while not gate.has_room(nbytes):
+            if self._copies:  # the device waits, not the host
+                self._settle_oldest_copy()
+            elif self._copied:
+                self._write_oldest()
+            elif self._tail_bytes:
+                self.shrink_tail(0)
+            elif self._common.lane.host_is_device and self._disk.writes:
+                started_ns = started_ns or now_ns()
+                self._disk.settle_first(self._disk.writes)
+            else:
+                break
+        if started_ns:
+            self._common.waited("backpressure_ns", started_ns)
+
+    def waiting_bytes(self, segment: int) -> int:
+        """Bytes of the segment's blocks that have not left yet."""
+        tail = (r() for r in self._tail)
+        blocks = [*tail, *(c.block for c in self._copies), *(c.block() for c in self._copied)]
+        if self._common.lane.host_is_device:
+            blocks += [t.block() for t in self._disk.writes]
+        return sum(b.nbytes for b in blocks if b is not None and b.segment == segment)
 
     def forget_dead(self) -> None:
         """Drop what has died in the queues."""
@@ -105,6 +136,9 @@ class Outbound:
             counters.kept_bytes[reason] += block.nbytes
             return
         room = self._room(block)
+        if lane.host_is_device:  # the original and its slot are both there for a moment
+            self._make_room_for_slot(block.nbytes)
+        room = self._room(block.nbytes)
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
@@ -122,6 +156,17 @@ class Outbound:
         counters.offloaded_blocks += 1
         counters.offloaded_bytes += block.nbytes
         self._settle_copies()
+
+    def _make_room_for_slot(self, nbytes: int) -> None:
+        gate, started_ns = self._common.gate, 0
+        while not gate.has_room(nbytes):
+            self._settle_copies()
+            if not self._disk.writes:
+                break
+            started_ns = started_ns or now_ns()
+            self._disk.settle_first(self._disk.writes)
+        if started_ns:
+            self._common.waited("backpressure_ns", started_ns)
 
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""

@@ -1,0 +1,85 @@
+"""Gate: a hard budget of device memory, and the reserve that the rest of a step needs of it.
+
+[Note: the reserve rule] What is brought back early for a segment stays while the backward of every
+segment in between runs. So it may come only if each of those still has the room that it needs then;
+to look at what is free now is not enough, and can end with nothing left to let go of. Where a plan
+is in force it says what each segment needs; without one only the limit counts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["Gate", "Need"]
+
+
+class Need(NamedTuple):
+    """What the plan in force says of one segment. Bytes."""
+
+    forward_bytes: int  # that appear while its forward runs
+    backward_bytes: int  # that appear while its backward runs
+    room_bytes: int  # what may be there early, of segments before it, while its backward runs
+    reserve_bytes: int  # that segments after it need at some time, beyond all that is kept
+
+
+class Gate:
+    """The budget of one session. Called under the tiers' lock.
+
+    Args:
+        used: bytes of device memory in use now.
+
+    Example:
+        >>> gate = Gate(lambda: 60)
+        >>> gate.limit_bytes = 100
+        >>> gate.has_room(40), gate.has_room(41)
+        (True, False)
+    """
+
+    def __init__(self, used: Callable[[], int]) -> None:
+        self.limit_bytes: int | None = None
+        self.needs: Sequence[Need] = ()
+        self.at = -1  # the segment whose backward runs; -1: none has begun
+        self._used = used
+
+    @property
+    def used_bytes(self) -> int:
+        """Device memory in use."""
+        return self._used()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many more bytes stay within the limit."""
+        return self.limit_bytes is None or self._used() + nbytes <= self.limit_bytes
+
+    def may_keep(self, segment: int, nbytes: int) -> bool:
+        """Whether what is about to be kept, and is there already, leaves enough for what follows.
+
+        Where a plan is right the answer is yes; where a segment saves more than was measured,
+        something has to leave after all.
+        """
+        if self.limit_bytes is None or not 0 <= segment < len(self.needs):
+            return True
+        return self._used() + nbytes + self.needs[segment].reserve_bytes <= self.limit_bytes
+
+    def may_prefetch(self, segment: int, nbytes: int, early: Iterable[tuple[int, int]]) -> bool:
+        """Whether bytes of ``segment`` may come back now. See Note: the reserve rule.
+
+        Args:
+            segment: -1 if they belong to none.
+            nbytes: how many.
+            early: segment and bytes of what has come early and was not asked for yet.
+        """
+        if self.limit_bytes is None:
+            return True
+        if not self.has_room(nbytes):
+            return False
+        if not self.needs or self.at < 0 or segment < 0:
+            return True
+        before = [0] * (self.at + 1)  # bytes of segments before each
+        for owner, held_bytes in early:
+            if 0 <= owner < self.at:
+                before[owner + 1] += held_bytes
+        total = 0
+        for k in range(self.at + 1):
+            total += before[k]
+            if k > segment and total + nbytes > self.needs[k].room_bytes:
+                return False
+        return True
