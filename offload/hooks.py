@@ -52,6 +52,7 @@ class _Asked(threading.local):
 
     placement: Placement | None = None  # in place of the policy's
     segment: int = -1  # of a plan, whose forward runs
+    left_bytes: int | None = None  # that go to the placement before the rest stays
     node: int | None = None  # in place of the number of the operation that saves
 
 
@@ -61,7 +62,7 @@ class Hooks:
     def __init__(self, config: Config, policy: Policy, tiers: Tiers) -> None:
         self._tiers = tiers
         self._prefetcher = Prefetcher(tiers)
-        self._policy = policy
+        self.policy = policy
         self._device = config.device
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
@@ -90,19 +91,26 @@ class Hooks:
         return len(self._blocks)
 
     @contextlib.contextmanager
-    def placed(self, placement: Placement | None, segment: int = -1) -> Iterator[None]:
+    def placed(
+        self, placement: Placement | None, segment: int = -1, limit_bytes: int | None = None
+    ) -> Iterator[None]:
         """What this thread saves inside goes to ``placement``; ``None``: where the policy says.
 
         The innermost counts. What never moves, and what is too small to, stays as ever.
-        ``segment``: the number of the plan's segment that it belongs to.
+
+        Args:
+            placement: where to.
+            segment: the number of the plan's segment that it belongs to.
+            limit_bytes: only what fits into so many bytes goes there, and the rest stays.
         """
-        before = self._asked.placement, self._asked.segment
-        self._asked.placement = placement
-        self._asked.segment = segment if segment >= 0 else before[1]
+        asked = self._asked
+        before = asked.placement, asked.segment, asked.left_bytes
+        asked.placement, asked.left_bytes = placement, limit_bytes
+        asked.segment = segment if segment >= 0 else before[1]
         try:
             yield
         finally:
-            self._asked.placement, self._asked.segment = before
+            asked.placement, asked.segment, asked.left_bytes = before
 
     @contextlib.contextmanager
     def numbered(self, node: int) -> Iterator[None]:
@@ -200,11 +208,16 @@ class Hooks:
         """What the rule in force says, else the policy; but nothing stays beyond the budget."""
         placement = self._asked.placement
         if placement is None:
-            placement = self._policy(
+            placement = self.policy(
                 SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
             )
             if not isinstance(placement, Placement):
                 raise TypeError(f"the policy returned {placement!r}; return a Placement")
+        if self._asked.left_bytes is not None and placement is not Placement.KEEP:
+            if nbytes > self._asked.left_bytes:
+                placement = Placement.KEEP
+            elif not self._tiers.live.counts(storage):  # else it is counted already
+                self._asked.left_bytes -= nbytes
         if placement is Placement.HOST and tensor.is_cpu:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
@@ -218,7 +231,8 @@ class Hooks:
             return True
         with tiers.lock:
             new = tiers.common.lane.host_is_device and not tiers.live.counts(storage)
-            return gate.may_keep(self._asked.segment, nbytes if new else 0)
+            new_bytes = (nbytes if new else 0) - tiers.outbound.leaving_bytes
+            return gate.may_keep(self._asked.segment, new_bytes)
 
     def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
@@ -275,7 +289,10 @@ class Hooks:
                 self._come_to("backward")
             self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
-            return ticket.layout.view(self._tiers.take(ticket), ticket.witness.counter)
+            storage = self._tiers.take(ticket)
+            if self.watch is not None:
+                self._tiers.uncount(storage)
+            return ticket.layout.view(storage, ticket.witness.counter)
 
 
 def is_never_moved(tensor: torch.Tensor, storage_bytes: int) -> bool:

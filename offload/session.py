@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 
@@ -17,6 +18,8 @@ from offload.hooks import HookPair, Hooks
 from offload.lanes import Lane
 from offload.placement import Policy, offload_all
 from offload.recompute.drift import RecomputeReport
+from offload.planner.applied import Planned
+from offload.planner.plan import Plan
 from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
@@ -74,6 +77,7 @@ class Session:
         self._counters: Counters | None = None  # of the newest step
         self._running = threading.local()  # .counters: of the step that this thread is in
         self._open_steps = 0  # in all threads
+        self._planned: Planned | None = None
         self._tiers = Tiers(self.config, _engine, _lane)
         self._hooks = Hooks(self.config, policy, self._tiers)
         self._verifier = Verifier() if self.config.verify_recompute else None
@@ -93,7 +97,21 @@ class Session:
         """A context manager for one training step: forward, or forward and backward."""
         return Step(self)
 
-    def apply(self, model: torch.nn.Module, rules: Rules) -> Applied:
+    @overload
+    def apply(
+        self, model: torch.nn.Module, rules: Plan | str, *, segments: Sequence[str] | None = None
+    ) -> Planned: ...
+
+    @overload
+    def apply(self, model: torch.nn.Module, rules: Rules) -> Applied: ...
+
+    def apply(
+        self,
+        model: torch.nn.Module,
+        rules: Rules | Plan | str,
+        *,
+        segments: Sequence[str] | None = None,
+    ) -> Applied | Planned:
         """Say module by module what becomes of activations, until ``remove()`` is called on the
         result or its context is left.
 
@@ -106,7 +124,11 @@ class Session:
                 module class, a function ``(name, module) -> bool``, or ``every(k, ...)`` of
                 ``offload.recompute``. The actions are ``"keep"``, ``"host"``, ``"disk"``,
                 ``"recompute"``, ``"recompute+host"``, ``"recompute+disk"`` and ``"selective"``;
-                ``offload.recompute.Action`` explains them.
+                ``offload.recompute.Action`` explains them. Or a ``Plan``; or ``"auto"``: measure
+                in the first steps, which are exact as ever, then plan for the session's
+                ``device_budget``, and again for new shapes of input or when things change.
+            segments: for ``"auto"``, the names of the modules to plan for; by default the model's
+                repeated blocks.
 
         From the outside in, a module goes by the first rule that matches it, and all inside it go
         by the same rule until another matches. Placements concern what is saved while the module's
@@ -124,6 +146,8 @@ class Session:
             ValueError: a rule matches no module, or an action is not known.
             TypeError: a rule has another form, or a module is a ``ScriptModule``.
             StateError: a module is ruled already.
+            PlanError: the plan is for another model, or there is no budget to plan for; from a
+                step, that no plan fits the budget.
 
         Example:
             >>> import torch, offload
@@ -137,6 +161,10 @@ class Session:
             >>> step.report.offloaded_bytes == 3 * 256 * 64 * 4  # the inputs of layers 1, 2 and 3
             True
         """
+        if isinstance(rules, (Plan, str)):
+            return self._plan(model, rules, segments)
+        if segments is not None:
+            raise TypeError("segments are for a plan; rules name their modules themselves")
         return apply_rules(model, rules, self._hooks.placed)
 
     def watch(self, model: torch.nn.Module) -> Watching:
@@ -187,6 +215,26 @@ class Session:
             [2.0, 2.0, 1.0]
         """
         self._reporter.add(steps, callback)
+    def _plan(
+        self, model: torch.nn.Module, plan: Plan | str, segments: Sequence[str] | None
+    ) -> Planned:
+        if isinstance(plan, str) and plan != "auto":
+            raise ValueError(f'rules are {plan!r}; give "auto", a Plan, or a mapping of rules')
+        if self._planned is not None:
+            raise StateError("a plan is in force already: remove() it first")
+        if self._open_steps:
+            raise StateError("a plan is applied between steps, not inside one")
+
+        def removed() -> None:
+            self._planned = None
+
+        def in_step() -> bool:
+            return getattr(self._running, "counters", None) is not None
+
+        self._planned = Planned(
+            model, plan, self._hooks, self._tiers, in_step, removed, segments=segments
+        )
+        return self._planned
 
     def report(self) -> StepReport:
         """The figures of all steps so far, added up."""
@@ -296,9 +344,13 @@ class Session:
         except BaseException:  # an interrupt, in somebody's callback: the step is not entered
             self._end(counters)
             raise
+        if self._planned is not None:
+            self._planned.begin_step(counters)
 
     def _end(self, counters: Counters) -> StorageError | None:
         """The step's first failure of the disk, if there was one."""
+        if self._planned is not None:
+            self._planned.end_step()
         with self._tiers.lock:
             self._open_steps -= 1
             self._tiers.end_step()

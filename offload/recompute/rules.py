@@ -118,7 +118,7 @@ def apply_rules(model: nn.Module, rules: Rules, placed: Placed) -> Applied:
 def check_unruled(chosen: Mapping[str, tuple[nn.Module, Action]]) -> None:
     """Raise if a module cannot be ruled, or is already."""
     for name, (module, _) in chosen.items():
-        if isinstance(module, Ruled):
+        if isinstance(module, _Ruled):
             raise StateError(
                 f"module {name!r} is ruled already: remove() the rules that were applied before"
             )
@@ -280,7 +280,7 @@ class _Forward:
         del instance.__dict__["forward"]
 
 
-class Ruled:
+class _Ruled:
     """What the classes of ruled modules have before what the module's own class has."""
 
     _offload_base: Any
@@ -330,4 +330,4 @@ def _ruled_class(base: Any, compiled: bool) -> Any:
         # See Note: compiled code is inside.
         **({"__call__": call} if compiled else {"forward": _Forward(base)}),
     }
-    return type(base)(base.__name__, (Ruled, base), members)
+    return type(base)(base.__name__, (_Ruled, base), members)

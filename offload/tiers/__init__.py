@@ -161,6 +161,11 @@ class Tiers:
         self.common.live.track(storage)
         self.common.sample()
 
+    def uncount(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` may be the memory of a slot, which counts already."""
+        if self.common.lane.host_is_device:
+            self.common.live.exclude(storage, unless_counted=True)
+
     def leaving_bytes(self, segment: int) -> int:
         """Of the blocks of ``segment``, what is in memory: on its way out, or back early."""
         early = sum(nbytes for owner, nbytes in self.inbound.early() if owner == segment)

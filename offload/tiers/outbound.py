@@ -95,6 +95,11 @@ class Outbound:
         if started_ns:
             self._common.waited("backpressure_ns", started_ns)
 
+    @property
+    def leaving_bytes(self) -> int:
+        """Device memory that becomes free by itself."""
+        return self._tail_bytes + self.window.used_bytes
+
     def waiting_bytes(self, segment: int) -> int:
         """Bytes of the segment's blocks that have not left yet."""
         tail = (r() for r in self._tail)

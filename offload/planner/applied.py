@@ -1,0 +1,183 @@
+"""Planned: a plan, or the planner itself, in force on a model and a session."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from offload.errors import PlanError
+from offload.hooks import Hooks
+from offload.planner.auto import Auto, Fixed, Measured
+from offload.planner.control import Controller
+from offload.planner.plan import Plan
+from offload.planner.profile import Budgets
+from offload.planner.segments import find_segments
+from offload.report import Counters
+from offload.tiers import Tiers
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["Planned", "budgets_of"]
+
+_NEWEST = 5  # measured steps that a comparison is made from
+
+
+class Planned:
+    """Made by ``Session.apply(model, plan)`` and ``Session.apply(model, "auto")``.
+
+    It is in force until ``remove()`` or the end of its context. ``print`` shows what was predicted
+    beside what was measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | str,
+        hooks: Hooks,
+        tiers: Tiers,
+        in_step: Callable[[], bool],
+        removed: Callable[[], None],
+        *,
+        segments: Sequence[str] | None = None,
+        device_budget: int | None = None,
+        solver: str = "search",
+    ) -> None:
+        names = find_segments(model, segments)
+        self._removed = removed
+        self._fixed: Fixed | None = None
+        self.auto: Auto | None = None
+        if isinstance(plan, Plan):
+            names = _names_of(plan, model)
+            self._fixed = Fixed(plan)
+        else:
+            self.auto = Auto(
+                budgets_of(tiers, device_budget),
+                slow="disk" if tiers.common.lane.host_is_device else "host",
+                min_offload_bytes=max(1, tiers.common.config.min_offload_bytes),
+                events=tiers.common.trace.events,
+                base_bytes=_base_bytes(tiers),
+                solver=solver,
+            )
+        scheme = self._fixed or self.auto
+        assert scheme is not None
+        self._controller = Controller(model, names, hooks, tiers, in_step, scheme)
+        if self.auto is not None:
+            self.auto.clock = self._controller.clock
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is in force; ``None`` while the first steps are measured."""
+        return self._fixed.plan if self._fixed is not None else self._auto_plan()
+
+    def _auto_plan(self) -> Plan | None:
+        return self.auto.plan if self.auto is not None else None
+
+    @property
+    def measured(self) -> list[Measured]:
+        """The passes under a plan so far, of the newest shape of input."""
+        if self._fixed is not None:
+            return self._fixed.measured
+        assert self.auto is not None
+        return self.auto.newest.measured if self.auto.newest is not None else []
+
+    def begin_step(self, counters: Counters) -> None:
+        """Called by the session."""
+        self._controller.begin_step(counters)
+
+    def end_step(self) -> None:
+        """Called by the session."""
+        self._controller.end_step()
+
+    def remove(self) -> None:
+        """Make model and session what they were. May be called twice."""
+        self._controller.remove()
+        self._removed()
+
+    def __enter__(self) -> Planned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=100).print(self.table())
+        return out.getvalue().rstrip()
+
+    def table(self) -> Table:
+        """Predicted beside measured, the median of the newest steps, as a ``rich`` table."""
+        table = Table(title="plan, predicted and measured")
+        for name in ("", "predicted", "measured"):
+            table.add_column(name, justify="left" if not name else "right")
+        plan, newest = self.plan, self.measured[-_NEWEST:]
+        if plan is None or not newest:
+            table.add_row("nothing yet", "", "")
+            return table
+
+        def median(name: str) -> float:
+            return float(statistics.median(getattr(m, name) for m in newest))
+
+        stalls = sum(row.stall_seconds for row in plan.rows)
+        busy = median("transfer_seconds")
+        moved = 2 * median("moved_bytes")
+        peak = median("peak_bytes")
+        rows = [
+            ("step", format_seconds(plan.seconds), format_seconds(median("seconds"))),
+            ("peak", format_bytes(plan.peak_bytes), format_bytes(peak) if peak else "unknown"),
+            ("leaves", format_bytes(plan.offloaded_bytes), format_bytes(median("moved_bytes"))),
+            ("waits", format_seconds(stalls), format_seconds(median("stall_seconds"))),
+            ("late", "0", f"{median('misses'):.0f}"),
+            ("moved", "", f"{moved / busy / 1e9:.2f} GB/s" if busy else "nothing"),
+        ]
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+
+def _names_of(plan: Plan, model: nn.Module) -> list[str]:
+    """The plan's segments, as modules of this model."""
+    names = list(dict.fromkeys(key.partition("#")[0] for key in plan.actions))
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise PlanError(
+            f"the plan is for a model with a module {missing[0]!r}, which this one has not "
+            f"({len(missing)} of its {len(names)} segments are missing): make a plan for this model"
+        )
+    return names
+
+
+def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
+    """What a plan may use in a session.
+
+    Raises:
+        PlanError: neither the session nor the caller limits device memory.
+    """
+    config = tiers.common.config
+    limit = device_budget if device_budget is not None else config.device_budget
+    if limit is None:
+        raise PlanError(
+            "a plan needs a budget of device memory: open the session with "
+            'Session(device_budget="8GiB"), or device_budget="auto"'
+        )
+    on_cpu = tiers.common.lane.host_is_device
+    disk = config.disk_budget
+    free_bytes = tiers.disk.store.budget.limit_bytes if disk is None else disk
+    return Budgets(
+        device_bytes=limit,
+        host_bytes=config.arena_bytes if not on_cpu else float("inf"),
+        disk_bytes=free_bytes,
+        window_bytes=tiers.outbound.window.limit_bytes,
+        prefetch_bytes=tiers.inbound.ahead.limit_bytes,
+    )
+
+
+def _base_bytes(tiers: Tiers) -> Callable[[], int]:
+    if tiers.common.lane.host_is_device:
+        return lambda: 0
+    return lambda: torch.accelerator.memory_allocated()

@@ -1,0 +1,260 @@
+"""Auto: measures a model in its first steps, plans, and plans again when things change.
+
+The first passes with a shape of input are training steps like any other, run under the leanest
+actions: everything recomputed from inputs that left the device, then only what is cheap recomputed,
+then everything offloaded. What they take and save is the profile; the plan follows from it. Passes
+under a plan are measured as well, so that what could only be estimated (keeping) is known; the plan
+is made again with that. Later it is made again where backward keeps waiting for bytes that the plan
+said would be there in time (as Capuchin does on late swaps: Peng et al., ASPLOS 2020), where the
+budget was passed, and where plain recomputation was measured to be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from offload.errors import PlanError, warn_user
+from offload.planner.control import Assignment
+from offload.planner.model import Chain, Links
+from offload.planner.plan import Plan, make_plan
+from offload.planner.profile import Budgets, Profile
+from offload.planner.record import Clock, HostClock, Pass
+from offload.planner.solve import solve
+from offload.report import Counters
+from offload.trace import Event, merged, total_ns
+from offload.units import format_bytes
+
+__all__ = ["Auto", "Fixed", "Study"]
+
+_ESTIMATING = 2  # plans that are made to measure what could only be estimated
+_PATIENCE = 3  # passes in a row that wait, before a plan is made again
+_REPLANS = 5  # for one shape
+_WAITING = 0.05  # of a pass, beyond the predicted stalls
+_MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
+_LEAST_BYTES = 1 << 20  # of transfers, to tell a rate from
+
+
+@dataclass
+class Measured:
+    """A pass under a plan."""
+
+    seconds: float
+    peak_bytes: int
+    stall_seconds: float
+    misses: int
+    moved_bytes: int
+    transfer_seconds: float
+
+
+@dataclass
+class Study:
+    """All that is known for one shape of input."""
+
+    profile: Profile
+    phase: int = 0
+    plan: Plan | None = None
+    plans: int = 0
+    waited: int = 0
+    margin_bytes: int = 0
+    lean_seconds: float = float("inf")
+    measured: list[Measured] = field(default_factory=list)
+
+
+class Fixed:
+    """The scheme of a plan that was made before."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.measured: list[Measured] = []
+        self._assignment = assignment_of(plan)
+        self._told = False
+
+    def assign(self, signature: str) -> Assignment:
+        if signature != self.plan.signature and not self._told:
+            self._told = True
+            warn_user(
+                f"the plan was made for inputs {self.plan.signature}, and these are {signature}: "
+                'its budget is kept, its predictions do not hold; apply "auto" plans for each'
+            )
+        return self._assignment
+
+    def finished(self, done: Pass, counters: Counters) -> None:
+        if done.complete:
+            self.measured.append(_measured(done, counters))
+
+
+def assignment_of(plan: Plan, phase: str = "plan") -> Assignment:
+    """A plan as a controller wants it."""
+    return Assignment(
+        plan.actions,
+        plan.limits,
+        needs=plan.needs,
+        limit_bytes=int(plan.budgets.device_bytes),
+        phase=phase,
+    )
+
+
+class Auto:
+    """The scheme that measures and plans. See the module's text.
+
+    Args:
+        budgets: what a plan may use.
+        slow: the tier next to the device.
+        min_offload_bytes: what is smaller stays.
+        events: what was transferred, newest last.
+        base_bytes: of the device, in use by the model itself where the budget counts that.
+        solver, solver_seconds: see ``solve``.
+        settle: passes under a plan after which it only changes for a reason.
+    """
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        *,
+        slow: str,
+        min_offload_bytes: int,
+        events: Callable[[], Iterable[Event]],
+        base_bytes: Callable[[], int],
+        solver: str = "search",
+        solver_seconds: float = 30.0,
+        links: Links | None = None,
+    ) -> None:
+        self.budgets = budgets
+        self.studies: dict[str, Study] = {}
+        self.newest: Study | None = None
+        self._slow = slow
+        self._least = min_offload_bytes
+        self._events = events
+        self.clock: Clock = HostClock()  # the controller's
+        self._base_bytes = base_bytes
+        self._solver, self._solver_seconds = solver, solver_seconds
+        self._given = links or Links()
+        again, some = f"recompute+{slow}", f"selective+{slow}"
+        # Twice each: the first of a kind meets cold caches, and memory that was never touched.
+        kinds = [(again, True), (some, True), (slow, False)]
+        self._phases = [kind for kind in kinds for _ in range(2)]
+
+    @property
+    def plan(self) -> Plan | None:
+        """For the newest shape of input, once there is one."""
+        return self.newest.plan if self.newest is not None else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the newest shape's plan only changes for a reason from now on."""
+        study = self.newest
+        return study is not None and study.plan is not None and study.plans > _ESTIMATING
+
+    def assign(self, signature: str) -> Assignment:
+        study = self.studies.get(signature)
+        if study is None:
+            study = self.studies[signature] = Study(Profile(self._slow, self._least))
+        self.newest = study
+        if study.plan is not None:
+            return assignment_of(study.plan)
+        action, record = self._phases[study.phase]
+        limit = int(self.budgets.device_bytes)
+        return Assignment(default=action, limit_bytes=limit, phase=action, record=record)
+
+    def finished(self, done: Pass, counters: Counters) -> None:
+        study = self.studies.get(done.signature)
+        if study is None or not study.profile.learn(done, self.clock):
+            return
+        if study.plan is None:
+            self._measured_phase(study, done, counters)
+        else:
+            self._measured_plan(study, done, counters)
+
+    def _measured_phase(self, study: Study, done: Pass, counters: Counters) -> None:
+        profile = study.profile
+        if done.phase.startswith("recompute"):
+            seconds = self.clock.seconds(done.started, done.ended, merged(done.waits))
+            study.lean_seconds = min(study.lean_seconds, seconds)
+        profile.links = self._rates(counters, profile.links)
+        profile.base_bytes = max(profile.base_bytes, self._base_bytes())
+        study.phase += 1
+        if study.phase == len(self._phases):
+            self.replan(study, done.signature)
+
+    def _rates(self, counters: Counters, known: Links) -> Links:
+        """Of this step's transfers."""
+        new = [e for e in self._events() if e.start_ns >= counters.started_ns]
+        return _links(new, known, self._given)
+
+    def replan(self, study: Study, signature: str) -> None:
+        """Make the plan from what is known now."""
+        margin = _MARGIN * self.budgets.device_bytes + study.margin_bytes
+        chain = study.profile.chain(self.budgets)
+        chain = replace(chain, device_bytes=chain.device_bytes - margin)
+        solution = solve(chain, solver=self._solver, seconds=self._solver_seconds)
+        study.plan = make_plan(study.profile, self.budgets, chain, solution, signature)
+        study.plans += 1
+        study.waited = 0
+
+    def _measured_plan(self, study: Study, done: Pass, counters: Counters) -> None:
+        plan = study.plan
+        assert plan is not None
+        found = _measured(done, counters)
+        study.measured.append(found)
+        if study.plans <= _ESTIMATING:
+            self.replan(study, done.signature)
+            return
+        if study.plans > _ESTIMATING + _REPLANS:
+            return
+        over = found.peak_bytes - int(plan.budgets.device_bytes)
+        predicted = sum(row.stall_seconds for row in plan.rows)
+        late = found.stall_seconds - predicted > _WAITING * plan.seconds
+        study.waited = study.waited + 1 if late else 0
+        if over > 0 and self._slow == "disk":
+            study.margin_bytes += over
+        elif study.waited >= _PATIENCE:
+            study.profile.links = self._rates(counters, Links())
+        else:
+            return
+        try:
+            self.replan(study, done.signature)
+        except PlanError as e:
+            warn_user(
+                f"the budget of {format_bytes(self.budgets.device_bytes)} was passed by "
+                f"{format_bytes(max(0, over))}, and no plan needs less: {e}"
+            )
+            study.plans = _ESTIMATING + _REPLANS + 1
+
+    def chain_of(self, study: Study, budgets: Budgets) -> Chain:
+        """The problem for other budgets than its own."""
+        chain = study.profile.chain(budgets)
+        return replace(chain, device_bytes=chain.device_bytes - _MARGIN * budgets.device_bytes)
+
+
+def _measured(done: Pass, counters: Counters) -> Measured:
+    started, ended = done.started, done.ended
+    seconds = (
+        (ended - started) / 1e9 if isinstance(ended, int) else started.elapsed_time(ended) / 1e3
+    )
+    return Measured(
+        seconds=seconds,
+        peak_bytes=counters.peak_live_bytes,
+        stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
+        misses=counters.misses + counters.lates,
+        moved_bytes=counters.offloaded_bytes,
+        transfer_seconds=total_ns(merged(counters.transfers)) / 1e9,
+    )
+
+
+def _links(events: Iterable[Event], known: Links, given: Links) -> Links:
+    """Bytes a second of each way, while it was busy; newest where there is enough to tell."""
+    names = {
+        "link_out": "copy_out", "link_in": "copy_in", "disk_write": "write", "disk_read": "read",
+    }  # fmt: skip
+    listed = list(events)
+    rates: dict[str, float | None] = {}
+    for way, name in names.items():
+        own = [e for e in listed if e.name == name and e.end_ns > e.start_ns]
+        moved = sum(e.nbytes for e in own)
+        busy_ns = total_ns(merged((e.start_ns, e.end_ns) for e in own))
+        measured = moved / busy_ns * 1e9 if busy_ns else None
+        old = getattr(known, way)
+        enough = measured is not None and (moved >= _LEAST_BYTES or old is None)
+        rates[way] = measured if enough else old or getattr(given, way)
+    return Links(**rates)

@@ -1,0 +1,362 @@
+"""Control: runs the segments of a model by an assignment, and writes down what they did.
+
+A controller rules the model's segments for a session. When a forward begins it is told what to do
+with each segment (an ``Assignment``), and when that forward's backward has ended it tells what
+happened (a ``Pass``). Before a segment's forward, and before its backward, it lets the tiers make
+the room that the assignment says it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from offload.hooks import Hooks, is_never_moved
+from offload.live import storage_of
+from offload.placement import Placement
+from offload.planner.record import (
+    Clock,
+    DeviceClock,
+    HostClock,
+    Pass,
+    StorageIds,
+    Visit,
+    signature_of,
+)
+from offload.recompute.checkpoint import ContextFn
+from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, recomputed
+from offload.recompute.selective import selective
+from offload.report import Counters
+from offload.tiers import Tiers
+from offload.tiers.gate import Need
+
+__all__ = ["Assignment", "Controller", "Scheme"]
+
+_graph_task_id = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a forward does with its segments.
+
+    Attributes:
+        actions: by key; as options name them, ``"disk:50%"`` for a part.
+        limits: by key, the bytes of such a part.
+        default: the action of a segment with another key.
+        needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
+        limit_bytes: the budget of device memory; ``None``: the session's.
+        phase: what this forward is for.
+        record: whether to write down bytes as well as times.
+    """
+
+    actions: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    default: str = "keep"
+    needs: Sequence[Need] = ()
+    limit_bytes: int | None = None
+    phase: str = ""
+    record: bool = False
+
+
+class Scheme(Protocol):
+    """Who decides."""
+
+    def assign(self, signature: str) -> Assignment:
+        """For a forward of inputs of this signature, which is about to run."""
+
+    def finished(self, done: Pass, counters: Counters) -> None:
+        """A forward and its backward are over."""
+
+
+class _PlannedRule(Rule):
+    """Asks the controller, call by call."""
+
+    def __init__(self, name: str, module: nn.Module, controller: Controller) -> None:
+        super().__init__(module, Action.KEEP, controller.hooks.placed)
+        self.name = name
+        self._controller = controller
+        self._selective: ContextFn | None = None
+
+    @property
+    def context_fn(self) -> ContextFn:
+        """Of this segment's selective regions."""
+        self._selective = self._selective or selective()
+        return self._selective
+
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        controller = self._controller
+        if not (self.in_force and controller.is_ours()):
+            return forward(*args, **kwargs)
+        if not self.name:
+            controller.open_pass(signature_of([*args, *kwargs.values()]))
+            return forward(*args, **kwargs)
+        return controller.visit(self, forward, args, kwargs)
+
+
+class Controller:
+    """See the module's text.
+
+    Args:
+        model: what is planned for.
+        names: of its segments.
+        hooks, tiers: of the session.
+        in_step: whether the calling thread is inside a step of the session.
+        scheme: decides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        hooks: Hooks,
+        tiers: Tiers,
+        in_step: Callable[[], bool],
+        scheme: Scheme,
+    ) -> None:
+        self.hooks = hooks
+        self._tiers = tiers
+        self._in_step = in_step
+        self._scheme = scheme
+        self._is_cpu = tiers.common.lane.host_is_device
+        device = tiers.common.config.device
+        self._clock: Clock = HostClock() if self._is_cpu else DeviceClock(device)
+        self._ids = StorageIds()
+        self._thread = 0
+        self._pass: Pass | None = None
+        self._assignment = Assignment()
+        self._counters = Counters()
+        self._started: Any = None
+        modules = dict(model.named_modules(remove_duplicate=False))
+        chosen = {name: (modules[name], Action.KEEP) for name in ["", *names]}
+        check_unruled(chosen)
+        self._policy = hooks.policy
+        self._limit_bytes = tiers.gate.limit_bytes
+        self.applied = Applied(chosen, lambda name, module, _: _PlannedRule(name, module, self))
+        hooks.policy = lambda _: Placement.KEEP  # what is outside of segments
+        hooks.watch = self._saw
+
+    @property
+    def clock(self) -> Clock:
+        """Of the computation."""
+        return self._clock
+
+    def remove(self) -> None:
+        """Make model and session what they were."""
+        self.applied.remove()
+        self.hooks.policy, self.hooks.watch = self._policy, None
+        self._tiers.gate.limit_bytes, self._tiers.gate.needs = self._limit_bytes, ()
+
+    # -- steps and passes -------------------------------------------------------------------------
+
+    def begin_step(self, counters: Counters) -> None:
+        """A step begins on this thread."""
+        self._close_pass(None)
+        self._thread = threading.get_ident()
+        self._counters = counters
+        self._started = self._clock.stamp()
+
+    def end_step(self) -> None:
+        """It ends, perhaps before its backward has run."""
+        if threading.get_ident() == self._thread:
+            self._close_pass(self._clock.stamp())
+
+    def is_ours(self) -> bool:
+        """Whether a forward that runs now is to be planned."""
+        ours = self._in_step() and threading.get_ident() == self._thread
+        return ours and torch.is_grad_enabled() and _graph_task_id() == -1
+
+    def open_pass(self, signature: str) -> Pass:
+        """A forward of the model begins."""
+        stamp = self._clock.stamp()
+        started = self._started if self._pass is None else stamp
+        self._close_pass(stamp)
+        self._pass = Pass(signature, started)
+        assigned = self._assignment = self._scheme.assign(signature)
+        self._pass.phase = assigned.phase
+        gate = self._tiers.gate
+        gate.needs, gate.at = assigned.needs, -1
+        if assigned.limit_bytes is not None:
+            gate.limit_bytes = assigned.limit_bytes
+        return self._pass
+
+    def _close_pass(self, ended: Any) -> None:
+        done, self._pass = self._pass, None
+        if done is None:
+            return
+        if done.visits and done.visits[0].began is not None:
+            done.ended = ended
+            self._note_backward_peak(done, 0)
+        done.waits = list(self._counters.waits)
+        self._scheme.finished(done, self._counters)
+
+    # -- segments ---------------------------------------------------------------------------------
+
+    def visit(
+        self,
+        rule: _PlannedRule,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a segment's forward by the assignment."""
+        current = self._pass
+        if current is None or current.in_backward:
+            current = self.open_pass(signature_of([*args, *kwargs.values()]))
+        if current.open is not None:  # a segment within a segment
+            return forward(*args, **kwargs)
+        visit = self._enter(current, rule.name)
+        name = visit.action.partition(":")[0]
+        way = WAYS[Action.of(name)]
+        limit = self._assignment.limits.get(visit.key)
+        try:
+            with self.hooks.placed(way.placement, 2 * visit.number + 1, limit):
+                if way.recomputed:
+                    module = rule.module()
+                    assert module is not None
+                    region = self._region(visit, module, forward)
+                    context_fn = rule.context_fn if way.selective else None
+                    result = recomputed(region, args, kwargs, context_fn)
+                else:
+                    result = forward(*args, **kwargs)
+        finally:
+            self._leave(current, visit)
+        self._mark_backward(current, visit, result)
+        return result
+
+    def _enter(self, current: Pass, name: str) -> Visit:
+        calls = sum(v.key.partition("#")[0] == name for v in current.visits)
+        key = f"{name}#{calls + 1}" if calls else name
+        assigned = self._assignment
+        visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
+        visit.before, current.after = current.after, {}
+        current.visits.append(visit)
+        self._make_room(2 * visit.number + 1)
+        current.open = visit
+        if assigned.record:
+            self._restart_peak(visit)
+        visit.entered = self._clock.stamp()
+        return visit
+
+    def _leave(self, current: Pass, visit: Visit) -> None:
+        visit.left = self._clock.stamp()
+        current.open = None
+        if self._assignment.record and not self._is_cpu:
+            visit.forward_peak_bytes = self._peak_above(visit.start_bytes)
+        self._make_room(2 * visit.number + 2)
+
+    def _make_room(self, entry: int) -> None:
+        needs = self._assignment.needs
+        if entry < len(needs):
+            with self._tiers.lock:
+                self._tiers.make_room(needs[entry].forward_bytes)
+
+    def _mark_backward(self, current: Pass, visit: Visit, result: Any) -> None:
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        marked = False
+        for output in outputs:
+            if output.requires_grad and output.grad_fn is not None:
+                output.register_hook(lambda _: self._backward(current, visit))  # type: ignore[no-untyped-call]
+                marked = True
+        if not marked:  # nothing of it takes part in backward
+            current.visits.remove(visit)
+
+    def _backward(self, current: Pass, visit: Visit) -> None:
+        """The gradient of the segment's result is there."""
+        if visit.began is not None or current is not self._pass:
+            return
+        visit.began = self._clock.stamp()
+        current.in_backward = True
+        if self._assignment.record:
+            if visit.number + 1 < len(current.visits):
+                self._note_backward_peak(current, visit.number + 1)
+            self._restart_peak(visit)
+        entry, needs = 2 * visit.number + 1, self._assignment.needs
+        with self._tiers.lock:
+            self._tiers.gate.at = entry if needs else -1
+            if entry < len(needs):
+                there = self._tiers.leaving_bytes(entry)
+                self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
+
+    # -- regions ----------------------------------------------------------------------------------
+
+    def _region(
+        self, visit: Visit, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            _ = module  # so that what finds modules in functions finds it here
+            with self._inside(visit):
+                return forward(*args, **kwargs)
+
+        return region
+
+    @contextlib.contextmanager
+    def _inside(self, visit: Visit) -> Iterator[None]:
+        """The forward of a region, or one of its recomputations."""
+        again = _graph_task_id() != -1
+        start = self._clock.stamp() if again else None
+        watched = self._is_cpu if again else self._assignment.record
+        try:
+            with self._watching(visit, again) if watched else contextlib.nullcontext():
+                yield
+        finally:
+            if again:
+                visit.recomputed.append((start, self._clock.stamp()))
+
+    def _watching(self, visit: Visit, again: bool) -> saved_tensors_hooks:
+        below = _top_hooks(False)
+        pack_below, unpack_below = below if below is not None else (Tensor.detach, _same)
+
+        def pack(tensor: Tensor) -> Any:
+            storage = storage_of(tensor)
+            if storage is not None and not is_never_moved(tensor, storage.nbytes()):
+                if again:
+                    self._tiers.count(storage)
+                else:
+                    visit.saved.setdefault(self._ids.of(storage), storage.nbytes())
+            return pack_below(tensor)
+
+        return saved_tensors_hooks(pack, unpack_below)
+
+    def _saw(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """The session is about to take, or leave, what is saved."""
+        if self._is_cpu and storage.nbytes() < self._tiers.common.config.min_offload_bytes:
+            self._tiers.live.track(storage)
+        current = self._pass
+        if current is None or not self._assignment.record or _graph_task_id() != -1:
+            return
+        number, nbytes = self._ids.of(storage), storage.nbytes()
+        visit = current.open
+        if visit is None:
+            current.after.setdefault(number, nbytes)
+        else:
+            visit.held.setdefault(number, nbytes)
+
+    # -- peaks of an accelerator's memory ---------------------------------------------------------
+
+    def _restart_peak(self, visit: Visit) -> None:
+        if not self._is_cpu:
+            torch.accelerator.reset_peak_memory_stats()
+            visit.start_bytes = torch.accelerator.memory_allocated()
+
+    def _peak_above(self, start_bytes: int) -> int:
+        return max(0, torch.accelerator.max_memory_allocated() - start_bytes)
+
+    def _note_backward_peak(self, current: Pass, number: int) -> None:
+        if self._assignment.record and not self._is_cpu:
+            visit = current.visits[number]
+            visit.backward_peak_bytes = self._peak_above(visit.start_bytes)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

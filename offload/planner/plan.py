@@ -1,0 +1,361 @@
+"""Plan: what becomes of the activations of each segment, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.errors import PlanError
+from offload.planner.model import Chain, Links, Walk, caps, predict
+from offload.planner.profile import Budgets, Profile
+from offload.planner.solve import Solution
+from offload.tiers.gate import Need
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["Plan", "PlanRow", "make_plan"]
+
+JSON_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One segment, or what lies between two. Bytes and seconds.
+
+    Attributes:
+        name: of the module, or a description.
+        action: ``"keep"``, ``"disk"``, ``"disk:50%"`` (the first half of what it saves),
+            ``"recompute+disk"`` and so on; ``""``: no segment, so that everything stays.
+        saved_bytes: of the storages it saves.
+        resident_bytes: stay on the device until its backward.
+        offload_bytes: leave and come back.
+        forward_seconds: of its forward, stalls apart.
+        backward_seconds: of its backward with what is recomputed.
+        stall_seconds: waited for room or for bytes.
+        need: what the budget's gate is told of it.
+    """
+
+    name: str
+    action: str
+    saved_bytes: int
+    resident_bytes: int
+    offload_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    stall_seconds: float
+    need: Need
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does with the activations of each segment. Immutable; ``print`` shows a table.
+
+    Made by ``offload.plan``, put in force by ``Session.apply(model, plan)``.
+
+    Attributes:
+        signature: shapes and types of the inputs it was made for.
+        device: the kind of device.
+        budgets: device, host and disk bytes, and the windows of the transfers.
+        rows: the segments and what lies between them, in the order of the forward.
+        seconds: predicted, of a forward and backward.
+        plain_seconds: predicted without any budget, everything kept.
+        recompute_seconds: predicted with every segment recomputed; ``None`` where that does not
+            fit.
+        bound_seconds: no plan within the budgets takes less, by the model.
+        gap: by what part of its time the plan may be slower than the best.
+        peak_bytes: predicted, of the memory that the device budget counts.
+        plain_peak_bytes: the same with everything kept.
+        base_bytes: of ``peak_bytes``, what is there in any case.
+        floor_bytes: the least device budget with which any plan runs.
+        floor_segment: what sets it.
+        offloaded_bytes: leave the device in a step, and come back.
+        written_bytes: to the disk in a step.
+        links: the rates it was made for.
+        solver: what found it.
+        notes: what should be known of it.
+
+    Example:
+        >>> import offload, torch
+        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(),
+        ...                                     torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(*(block() for _ in range(4)))
+        >>> x = torch.randn(256, 64)
+        >>> plan = offload.plan(model, lambda: model(x).square().mean().backward(),
+        ...                     device_budget="1MiB", min_offload_bytes=0)
+        >>> plan.peak_bytes <= 2**20, len(plan.actions)
+        (True, 4)
+        >>> offload.Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    signature: str
+    device: str
+    budgets: Budgets
+    rows: tuple[PlanRow, ...]
+    seconds: float
+    plain_seconds: float
+    recompute_seconds: float | None
+    bound_seconds: float
+    gap: float
+    peak_bytes: int
+    plain_peak_bytes: int
+    base_bytes: int
+    floor_bytes: int
+    floor_segment: str
+    offloaded_bytes: int
+    written_bytes: int
+    links: Links
+    solver: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def actions(self) -> dict[str, str]:
+        """By segment, what becomes of its activations."""
+        return {row.name: row.action for row in self.rows if row.action}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """By segment, the bytes of those that leave in part."""
+        return {row.name: row.offload_bytes for row in self.rows if ":" in row.action}
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """For the gate: entry ``2 i + 1`` is segment ``i``, those around it what lies between."""
+        found = []
+        between = Need(0, 0, 1 << 60, 0)
+        for row in self.rows:
+            if row.action:
+                found += [between, row.need]
+                between = Need(0, 0, row.need.room_bytes, row.need.reserve_bytes)
+            else:
+                between = row.need
+        return (*found, between)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds over those with everything kept, less 1."""
+        return self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+
+    def rules(self) -> dict[str, str]:
+        """The actions as rules for ``Session.apply``, by module name.
+
+        Rules know no parts and no budget: ``Session.apply(model, plan)`` does. What leaves in part
+        goes whole.
+        """
+        return {n: a.partition(":")[0] for n, a in self.actions.items() if "#" not in n}
+
+    def diff(self, other: Plan) -> dict[str, tuple[str, str]]:
+        """Where the plans differ: by segment, the action here and there (``""``: none).
+
+        Example:
+            >>> plan = Plan.from_json(EXAMPLE)
+            >>> plan.diff(plan)
+            {}
+        """
+        mine, theirs = self.actions, other.actions
+        names = [*mine, *(n for n in theirs if n not in mine)]
+        both = {n: (mine.get(n, ""), theirs.get(n, "")) for n in names}
+        return {n: pair for n, pair in both.items() if pair[0] != pair[1]}
+
+    # -- JSON -------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, plus the number of the format. What has no limit is ``None``."""
+        made: dict[str, Any] = {"format": JSON_FORMAT, **asdict(self)}
+        made["budgets"] = {k: None if math.isinf(v) else int(v) for k, v in made["budgets"].items()}
+        made["rows"] = [{**row, "need": list(row["need"])} for row in made["rows"]]
+        return {**made, "notes": list(self.notes)}
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: the text is no plan, or of another format.
+        """
+        try:
+            made = json.loads(text)
+            if made["format"] != JSON_FORMAT:
+                raise PlanError(f"a plan of format {made['format']}; this reads {JSON_FORMAT}")
+            values = {f.name: made[f.name] for f in fields(cls)}
+            limits = {k: math.inf if v is None else v for k, v in values["budgets"].items()}
+            values["budgets"] = Budgets(**limits)
+            values["rows"] = tuple(
+                PlanRow(**{**row, "need": Need(*row["need"])}) for row in values["rows"]
+            )
+            values["links"] = Links(**values["links"])
+            values["notes"] = tuple(values["notes"])
+            return cls(**values)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+            raise PlanError(f"the text is no plan: {type(e).__name__}: {e}") from e
+
+    # -- for people -------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=110).print(self.table())
+        return out.getvalue().rstrip()
+
+    def table(self) -> Table:
+        """The plan for people, as a ``rich`` table."""
+        budget = format_bytes(self.budgets.device_bytes)
+        table = Table(
+            title=f"plan for {budget} on {self.device}, inputs {self.signature or 'unknown'}",
+            caption=self.summary(),
+            caption_justify="left",
+        )
+        table.add_column("segment", style="bold")
+        table.add_column("action")
+        for title in ("saves", "stays", "leaves", "forward", "backward", "waits"):
+            table.add_column(title, justify="right")
+        for row in self.rows:
+            sizes = (row.saved_bytes, row.resident_bytes, row.offload_bytes)
+            times = (row.forward_seconds, row.backward_seconds, row.stall_seconds)
+            table.add_row(
+                row.name,
+                row.action or "(stays)",
+                *(format_bytes(n) if n else "" for n in sizes),
+                *(format_seconds(t) if t else "" for t in times),
+                style=None if row.action else "dim",
+            )
+        return table
+
+    def summary(self) -> str:
+        """Time and memory in a few lines."""
+        size, span = format_bytes, format_seconds
+        again = span(self.recompute_seconds) if self.recompute_seconds else "does not fit"
+        lines = [
+            f"predicted: {span(self.seconds)} a step ({self.overhead:+.1%}), peak "
+            f"{size(self.peak_bytes)}; everything kept: {span(self.plain_seconds)}, "
+            f"{size(self.plain_peak_bytes)}; everything recomputed: {again}",
+            f"cannot be better than {span(self.bound_seconds)}; at least "
+            f"{size(self.floor_bytes)} are needed, for {self.floor_segment}",
+            f"leaves and comes back: {size(self.offloaded_bytes)}, of that to the disk "
+            f"{size(self.written_bytes)}" + self._endurance(),
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    def _endurance(self) -> str:
+        if not self.written_bytes or not self.seconds:
+            return ""
+        daily = self.written_bytes / self.seconds * 86400 / 1e12
+        return f" ({daily:.1f} TB a day of training without a break)"
+
+
+def make_plan(
+    profile: Profile, budgets: Budgets, chain: Chain, solution: Solution, signature: str
+) -> Plan:
+    """The plan of a solved chain."""
+    found = predict(chain, solution.choice)
+    walk = Walk(chain, solution.choice)
+    rooms = caps(walk)
+    entries = profile.entries()
+    rows = []
+    for i, ((segment, visit), option) in enumerate(zip(entries, walk.options, strict=True)):
+        rows.append(
+            PlanRow(
+                name=segment.name,
+                action=option.action if visit >= 0 else "",
+                saved_bytes=int(segment.saved_bytes),
+                resident_bytes=int(option.resident_bytes),
+                offload_bytes=int(option.offload_bytes),
+                forward_seconds=segment.forward_seconds + option.forward_seconds,
+                backward_seconds=segment.backward_seconds + option.backward_seconds,
+                stall_seconds=found.forward_stalls[i] + found.backward_stalls[i],
+                need=_need(walk, entries, i, rooms[i]),
+            )
+        )
+    again = _recompute_seconds(chain)
+    keep = [0] * len(chain.segments)
+    plain = predict(_unlimited(chain), keep)
+    floor, floor_segment = chain.floor()
+    made = Plan(
+        signature=signature,
+        device="cpu" if profile.slow == "disk" else "accelerator",
+        budgets=budgets,
+        rows=tuple(rows),
+        seconds=found.seconds,
+        plain_seconds=plain.seconds,
+        recompute_seconds=again,
+        bound_seconds=solution.bound_seconds,
+        gap=solution.gap,
+        peak_bytes=int(found.peak_device_bytes) + profile.base_bytes,
+        plain_peak_bytes=int(plain.peak_device_bytes) + profile.base_bytes,
+        base_bytes=profile.base_bytes,
+        floor_bytes=math.ceil(floor) + profile.base_bytes,
+        floor_segment=floor_segment,
+        offloaded_bytes=int(found.offloaded_bytes),
+        written_bytes=int(found.disk_bytes),
+        links=profile.links,
+        solver=solution.solver,
+    )
+    return _with_notes(made)
+
+
+def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Need:
+    segment, option = walk.chain.segments[i], walk.options[i]
+    forward = option.present_bytes + segment.forward_bytes
+    return Need(
+        forward_bytes=int(forward),
+        backward_bytes=int(_appears(walk, i)),
+        room_bytes=int(min(room, 1 << 60)),
+        reserve_bytes=int(_reserve(walk, entries, i)),
+    )
+
+
+def _appears(walk: Walk, i: int) -> float:
+    """Bytes that backward of ``i`` adds to what stays."""
+    segment, option = walk.chain.segments[i], walk.options[i]
+    again = option.action.startswith(("recompute", "selective"))
+    there = 0.0 if again else min(option.resident_bytes, segment.saved_bytes)
+    return segment.saved_bytes - there + segment.backward_bytes
+
+
+def _reserve(walk: Walk, entries: list[tuple[Any, int]], i: int) -> float:
+    """The most that what follows ``i`` needs at one time, where it is not free to leave."""
+    most = stays = 0.0
+    for k in range(i + 1, len(walk.options)):
+        option, segment = walk.options[k], walk.chain.segments[k]
+        may_leave = entries[k][1] >= 0 and option.action == "keep"
+        if not may_leave:
+            forward = option.present_bytes + segment.forward_bytes
+            most = max(most, stays + max(forward, option.resident_bytes + _appears(walk, k)))
+            stays += option.resident_bytes
+    return most
+
+
+def _recompute_seconds(chain: Chain) -> float | None:
+    """Of plain checkpointing: every segment recomputed, its inputs kept."""
+    choice = [
+        next((k for k, o in enumerate(s.options) if o.action == "recompute"), 0)
+        for s in chain.segments
+    ]
+    seconds = predict(chain, choice).seconds
+    return seconds if math.isfinite(seconds) else None
+
+
+def _unlimited(chain: Chain) -> Chain:
+    return Chain(chain.segments, math.inf)
+
+
+def _with_notes(plan: Plan) -> Plan:
+    notes = []
+    if plan.plain_peak_bytes <= plan.budgets.device_bytes:
+        notes.append("everything fits: nothing leaves, nothing is recomputed")
+    if plan.floor_bytes >= 0.98 * plan.plain_peak_bytes:
+        notes.append(
+            f"offloading cannot lower this model's peak: {plan.floor_segment} needs as much by "
+            "itself. Divide it into smaller segments, or lower the batch"
+        )
+    changed: Mapping[str, Any] = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    return Plan(**{**changed, "notes": tuple(notes)})

@@ -1,0 +1,353 @@
+"""Profile: what each segment of a model was measured to take and to save, for one shape of input.
+
+It is filled from passes of a model under known actions, the leanest first, so that measuring needs
+no more memory than the leanest plan. Times are the least of what was seen, as disturbances only
+add; bytes are exact. What the passes cannot tell (keeping, before anything was kept) is estimated
+from what they do tell, and replaced once it is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment
+from offload.planner.record import Clock, Pass, Visit
+
+__all__ = ["Budgets", "Profile", "SegmentProfile"]
+
+_COPY_BYTES_PER_S = 8e9  # into a slot on the cpu, until offloading was measured
+_FRACTIONS = (0.25, 0.5, 0.75)
+_FRACTIONS_BELOW = 40  # segments: more options would make the search of longer chains slow
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a plan may use. Bytes.
+
+    Args:
+        device_bytes: see ``Config.device_budget``.
+        host_bytes: of host memory; without meaning where that is the device's.
+        disk_bytes: of the disk.
+        window_bytes: most on their way out.
+        prefetch_bytes: most back early.
+    """
+
+    device_bytes: float
+    host_bytes: float = math.inf
+    disk_bytes: float = math.inf
+    window_bytes: float = math.inf
+    prefetch_bytes: float = math.inf
+
+
+@dataclass
+class SegmentProfile:
+    """Of one visit to a segment.
+
+    Attributes:
+        saved: bytes of each storage it saves, by its number in the pass, in order.
+        boundary: the same of its inputs.
+        selective_bytes: held where only what is cheap is computed again; ``None``: not measured.
+        before: saved between the segment before and this one.
+        seconds: by action, the least seconds of forward, backward and recomputation.
+        before_seconds: between the segment before and this one.
+    """
+
+    key: str
+    saved: dict[int, int] = field(default_factory=dict)
+    boundary: dict[int, int] = field(default_factory=dict)
+    selective_bytes: int | None = None
+    before: dict[int, int] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    before_seconds: float = math.inf
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+
+    def measured(self, action: str, forward: float, backward: float, again: float) -> None:
+        """Take note of one visit's times."""
+        old = self.seconds.get(action, (math.inf,) * 3)
+        self.seconds[action] = (
+            min(old[0], forward), min(old[1], backward), min(old[2], again),
+        )  # fmt: skip
+
+
+class Profile:
+    """See the module's text.
+
+    Args:
+        slow: the tier next to the device, ``"host"`` or ``"disk"``.
+        min_offload_bytes: what is smaller stays.
+        base_bytes: of the device, in use by the model itself where the budget counts that.
+    """
+
+    def __init__(self, slow: str, min_offload_bytes: int) -> None:
+        self.slow = slow
+        self.min_offload_bytes = min_offload_bytes
+        self.base_bytes = 0
+        self.segments: list[SegmentProfile] = []
+        self.after: dict[int, int] = {}
+        self.turn_seconds = math.inf
+        self.links = Links()
+        self.plain_peak_bytes = 0
+
+    @property
+    def keys(self) -> list[str]:
+        """The segments' keys, in order."""
+        return [s.key for s in self.segments]
+
+    def learn(self, done: Pass, clock: Clock) -> bool:
+        """Take note of a pass; False if it does not fit what was seen before."""
+        if not done.complete:
+            return False
+        if not self.segments:
+            self.segments = [SegmentProfile(v.key) for v in done.visits]
+        if [v.key for v in done.visits] != self.keys:
+            return False
+        rows = done.times(clock)
+        for known, visit, (before, *seconds) in zip(self.segments, done.visits, rows, strict=True):
+            known.before_seconds = min(known.before_seconds, before)
+            known.measured(visit.action, *seconds)
+            _note_bytes(known, visit)
+        self.turn_seconds = min(self.turn_seconds, done.turn_seconds(clock))
+        if done.after:
+            self.after = done.after
+        return True
+
+    # -- the chain --------------------------------------------------------------------------------
+
+    def chain(self, budgets: Budgets) -> Chain:
+        """The problem for the solver; see ``entries`` for how its segments correspond."""
+        return Chain(
+            tuple(s for s, _ in self.entries()),
+            device_bytes=budgets.device_bytes - self.base_bytes,
+            out_rate=self._rate("out"),
+            back_rate=self._rate("back"),
+            host_bytes=budgets.host_bytes if self.slow == "host" else math.inf,
+            disk_bytes=budgets.disk_bytes,
+            write_rate=self._disk_rate(self.links.disk_write),
+            read_rate=self._disk_rate(self.links.disk_read),
+            window_bytes=budgets.window_bytes,
+            prefetch_bytes=budgets.prefetch_bytes,
+        )
+
+    def _rate(self, way: str) -> float:
+        links = self.links
+        if self.slow == "disk":
+            rate = links.disk_write if way == "out" else links.disk_read
+        else:
+            rate = links.link_out if way == "out" else links.link_in
+        return rate if rate else UNLIMITED
+
+    def _disk_rate(self, rate: float | None) -> float:
+        return rate if self.slow == "host" and rate else UNLIMITED
+
+    def entries(self) -> list[tuple[Segment, int]]:
+        """The chain's segments, each with the number of its visit; ``-1``: between two, always
+        kept.
+        """
+        found: list[tuple[Segment, int]] = []
+        owners = _Owners(self)
+        waiting = 0.0  # seconds of a gap that saves nothing
+        for i, s in enumerate(self.segments):
+            gap_bytes = owners.gap_bytes(s.before)
+            if gap_bytes:
+                found.append((_gap(f"before {s.key}", _finite(s.before_seconds), gap_bytes), -1))
+            else:
+                waiting = _finite(s.before_seconds)
+            found.append((self._segment(i, owners, waiting), i))
+            waiting = 0.0
+        turn = _finite(self.turn_seconds)
+        head = _gap("head and loss", turn / 3, owners.gap_bytes(self.after), turn * 2 / 3)
+        return [*found, (head, -1)]
+
+    def _segment(self, i: int, owners: _Owners, waiting: float) -> Segment:
+        s = self.segments[i]
+        base_forward, base_backward = _base_seconds(s)
+        saved, shared = owners.saved_bytes(i), owners.shared_bytes(i)
+        peak = max(0, s.forward_peak_bytes - saved)
+        lean = min(s.forward_peak_bytes, saved)  # where nothing that is saved stays
+        options = _Options(self, s, owners, i, base_forward, base_backward, lean).all()
+        return Segment(
+            s.key,
+            base_forward + waiting,
+            base_backward,
+            saved,
+            options,
+            forward_bytes=peak,
+            backward_bytes=max(0, s.backward_peak_bytes - saved),
+            shared_bytes=shared,
+        )
+
+
+class _Owners:
+    """Which entry of the chain each storage counts for.
+
+    What is saved outside of segments stays whatever the plan says, so it counts there. Of several
+    segments the last that saves a storage owns it; see ``Segment.shared_bytes`` for the rest.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._segments = profile.segments
+        self._gaps: set[int] = set(profile.after)
+        for s in profile.segments:
+            self._gaps.update(s.before)
+        self._last: dict[int, int] = {}
+        for i, s in enumerate(profile.segments):
+            self._last.update(dict.fromkeys(s.saved, i))
+        self._seen: set[int] = set()
+
+    def gap_bytes(self, saved: dict[int, int]) -> int:
+        """Of a gap, once each."""
+        new = {k: n for k, n in saved.items() if k not in self._seen}
+        self._seen.update(new)
+        return sum(new.values())
+
+    def own(self, i: int) -> list[int]:
+        """Bytes of the storages that segment ``i`` owns, in the order they are saved."""
+        s = self._segments[i]
+        return [n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i]
+
+    def saved_bytes(self, i: int) -> int:
+        return sum(self.own(i))
+
+    def shared_bytes(self, i: int) -> int:
+        """Of those, what the segment before saves too."""
+        if i == 0:
+            return 0
+        before, own = self._segments[i - 1].saved, self._segments[i].saved
+        return sum(
+            n for k, n in own.items() if k in before and k not in self._gaps and self._last[k] == i
+        )
+
+    def boundary(self, i: int) -> list[int]:
+        return [n for k, n in self._segments[i].boundary.items() if k not in self._gaps]
+
+
+class _Options:
+    """The options of one segment."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        segment: SegmentProfile,
+        owners: _Owners,
+        number: int,
+        forward: float,
+        backward: float,
+        lean_bytes: int,
+    ) -> None:
+        self._profile = profile
+        self._s = segment
+        self._forward, self._backward = forward, backward
+        self._lean_bytes = lean_bytes
+        self._own, self._boundary = owners.own(number), owners.boundary(number)
+
+    def all(self) -> tuple[Option, ...]:
+        """What the runtime can do with it, the leanest last."""
+        profile = self._profile
+        tiers = [profile.slow]
+        if profile.slow == "host" and profile.links.disk_write and profile.links.disk_read:
+            tiers.append("disk")
+        saved = sum(self._own)
+        made = [self._option("keep", saved, [], saved, holds_output=True)]
+        shares = _FRACTIONS if len(profile.segments) < _FRACTIONS_BELOW else ()
+        for tier in tiers:
+            made += [self._partly(tier, share) for share in shares if len(self._own) > 1]
+            made.append(self._away(tier, self._own))
+        if self._s.selective_bytes is not None:
+            held = self._s.selective_bytes
+            made.append(self._option("selective+keep", held, [], held))
+            made += [self._away(f"selective+{tier}", [held]) for tier in tiers]
+        boundary = sum(self._boundary)
+        made.append(self._option("recompute", boundary, [], boundary))
+        made += [self._away(f"recompute+{tier}", self._boundary) for tier in tiers]
+        return tuple(made)
+
+    def _away(self, action: str, storages: Sequence[int]) -> Option:
+        least = self._profile.min_offload_bytes
+        leaving = [n for n in storages if n >= least]
+        return self._option(action, sum(storages) - sum(leaving), leaving, sum(storages))
+
+    def _partly(self, tier: str, share: float) -> Option:
+        """The first so much of what it saves; backward wants the rest first."""
+        least, saved = self._profile.min_offload_bytes, sum(self._own)
+        leaving, gone = [], 0
+        for nbytes in self._own:
+            if nbytes >= least and gone + nbytes <= share * saved:
+                leaving.append(nbytes)
+                gone += nbytes
+        return self._option(f"{tier}:{share:.0%}", saved - gone, leaving, saved)
+
+    def _option(
+        self,
+        action: str,
+        resident: int,
+        leaving: Sequence[int],
+        present: int,
+        *,
+        holds_output: bool = False,
+    ) -> Option:
+        away = sum(leaving)
+        on_cpu = self._profile.slow == "disk"
+        name = action.partition(":")[0]
+        ahead, back = self._extra(name, away)
+        kind, _, tier = name.partition("+")
+        bound = tier or kind
+        again = kind in ("recompute", "selective")
+        return Option(
+            action,
+            resident_bytes=resident,
+            offload_bytes=away,
+            # On the cpu the original and its slot are both there while one is copied to the other.
+            present_bytes=present
+            + (max(leaving, default=0) if on_cpu else 0)
+            + (self._lean_bytes if again and not on_cpu else 0),
+            host_bytes=away if bound == "host" else 0,
+            disk_bytes=away if bound == "disk" else 0,
+            forward_seconds=ahead,
+            backward_seconds=back,
+            holds_output=holds_output,
+            frees_input=not holds_output,
+        )
+
+    def _extra(self, action: str, away: int) -> tuple[float, float]:
+        """Seconds more than the base, in forward and in backward."""
+        seconds = self._s.seconds
+        slow = self._profile.slow
+        kind = action.partition("+")[0]
+        known = seconds.get(action) or seconds.get(f"{kind}+{slow}")
+        if kind == "keep":
+            known = seconds.get("keep")
+        if known is not None:
+            return (
+                max(0.0, known[0] - self._forward),
+                max(0.0, known[1] + known[2] - self._backward),
+            )
+        copy = away / _COPY_BYTES_PER_S if slow == "disk" else 0.0
+        return copy, self._forward if kind == "recompute" else 0.0
+
+
+def _base_seconds(s: SegmentProfile) -> tuple[float, float]:
+    """Forward and backward with nothing else to do: no action can take less."""
+    rows = list(s.seconds.values())
+    return min(r[0] for r in rows), min(r[1] for r in rows)
+
+
+def _note_bytes(known: SegmentProfile, visit: Visit) -> None:
+    kind = visit.action.partition("+")[0]
+    if kind == "recompute" and visit.saved:
+        known.saved, known.boundary, known.before = visit.saved, visit.held, visit.before
+        known.forward_peak_bytes = visit.forward_peak_bytes
+        known.backward_peak_bytes = visit.backward_peak_bytes
+    elif kind == "selective" and visit.held:
+        known.selective_bytes = sum(visit.held.values())
+
+
+def _gap(name: str, forward: float, saved: int, backward: float = 0.0) -> Segment:
+    keep = Option("keep", resident_bytes=saved, present_bytes=saved)
+    return Segment(name, forward, backward, saved, (keep,))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

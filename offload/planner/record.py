@@ -1,0 +1,164 @@
+"""What one forward and backward of a planned model did, as it is written down while it runs."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offload.trace import Interval, intersection_ns, merged
+
+__all__ = ["Clock", "DeviceClock", "HostClock", "Pass", "StorageIds", "Visit", "signature_of"]
+
+
+class Clock(Protocol):
+    """Tells when the computation reached a point."""
+
+    def stamp(self) -> Any:
+        """Now, in the computation."""
+
+    def seconds(self, start: Any, end: Any, waits: list[Interval]) -> float:
+        """Between two stamps, without ``waits`` where those are of the same clock."""
+
+
+class HostClock:
+    """Where the computation is the host's."""
+
+    def stamp(self) -> int:
+        return time.perf_counter_ns()
+
+    def seconds(self, start: int, end: int, waits: list[Interval]) -> float:
+        span_ns = end - start - intersection_ns([(start, end)], waits)
+        return max(0, span_ns) / 1e9
+
+
+class DeviceClock:
+    """Events on the current stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.Event, end: torch.Event, waits: list[Interval]) -> float:
+        end.synchronize()
+        return max(0.0, float(start.elapsed_time(end))) / 1e3
+
+
+class StorageIds:
+    """A number for each storage, never given twice: an address is used again after a death."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._dead: deque[int] = deque()
+        self._count = 0
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """The number of ``storage``."""
+        known = self._known.get(storage._cdata)
+        if known is not None and known[0]() is not None:
+            return known[1]
+        self._count += 1
+        self._known[storage._cdata] = (weakref.ref(storage), self._count)
+        return self._count
+
+
+@dataclass
+class Visit:
+    """One call of a segment's forward, and its backward.
+
+    Attributes:
+        key: the segment's name, with ``#2`` and so on for further calls in one forward.
+        number: among the visits of the pass.
+        action: what was done with its activations.
+        entered, left, began: stamps of its forward, and of the beginning of its backward.
+        recomputed: stamps around each recomputation.
+        saved: bytes of each storage that its forward saves, by number.
+        held: bytes of each storage that is handed over to be held: what the action leaves of them.
+        before: the same of what was saved between the segment before and this one.
+        forward_peak_bytes, backward_peak_bytes: most of the allocator above the beginning.
+    """
+
+    key: str
+    number: int
+    action: str
+    entered: Any = None
+    left: Any = None
+    began: Any = None
+    recomputed: list[tuple[Any, Any]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    start_bytes: int = 0  # of the allocator, when either began
+
+
+@dataclass
+class Pass:
+    """A forward of the model and its backward."""
+
+    signature: str
+    started: Any
+    phase: str = ""
+    ended: Any = None
+    visits: list[Visit] = field(default_factory=list)
+    after: dict[int, int] = field(default_factory=dict)  # saved after the last segment
+    waits: list[Interval] = field(default_factory=list)
+    open: Visit | None = None
+    in_backward: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the backward was seen."""
+        return (
+            bool(self.visits)
+            and self.ended is not None
+            and all(v.began is not None and v.left is not None for v in self.visits)
+        )
+
+    def times(self, clock: Clock) -> list[tuple[float, float, float, float]]:
+        """For each visit: seconds before it, of its forward, backward and recomputation."""
+        waits = merged(self.waits)
+        found = []
+        last = self.started
+        for visit in self.visits:
+            ended = self.visits[visit.number - 1].began if visit.number else self.ended
+            again = sum(clock.seconds(a, b, waits) for a, b in visit.recomputed)
+            found.append(
+                (
+                    clock.seconds(last, visit.entered, waits),
+                    clock.seconds(visit.entered, visit.left, waits),
+                    max(0.0, clock.seconds(visit.began, ended, waits) - again),
+                    again,
+                )
+            )
+            last = visit.left
+        return found
+
+    def turn_seconds(self, clock: Clock) -> float:
+        """From the last forward to the first backward: the head, the loss and their gradient."""
+        last = self.visits[-1]
+        return clock.seconds(last.left, last.began, merged(self.waits))
+
+
+def signature_of(values: Iterable[object]) -> str:
+    """Shapes and types of the tensors among the inputs of a forward.
+
+    Example:
+        >>> signature_of([torch.zeros(2, 3), {"mask": None}])
+        'float32[2, 3]'
+    """
+    leaves = [v for v in pytree.tree_leaves(list(values)) if isinstance(v, Tensor)]
+    texts = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves]
+    return ", ".join(texts)
