@@ -20,6 +20,8 @@ from offload.config import Config
 from offload.errors import OffloadError, StorageError
 from offload.placement import Placement, SavedTensor
 from offload.profiler import profile
+from offload.planner.plan import Plan
+from offload.planning import plan
 from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session
@@ -34,6 +36,7 @@ __all__ = [
     "Config",
     "OffloadError",
     "Placement",
+    "Plan",
     "SavedTensor",
     "Session",
     "StepReport",
@@ -41,6 +44,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "profile",
+    "plan",
     "selective",
     "tune",
 ]

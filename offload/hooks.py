@@ -183,7 +183,7 @@ class Hooks:
         placement = self._placement(tensor, storage, nbytes)
         if placement is Placement.KEEP:
             self._tiers.saw(tensor.device)
-            self._tiers.live.track(storage)
+            self._tiers.count(storage)
             return self._kept("policy", nbytes)
         if self._tiers.in_child:
             return self._kept("fork", nbytes)

@@ -99,7 +99,12 @@ class Session:
 
     @overload
     def apply(
-        self, model: torch.nn.Module, rules: Plan | str, *, segments: Sequence[str] | None = None
+        self,
+        model: torch.nn.Module,
+        rules: Plan | str,
+        *,
+        segments: Sequence[str] | None = None,
+        device_budget: int | None = None,
     ) -> Planned: ...
 
     @overload
@@ -111,6 +116,7 @@ class Session:
         rules: Rules | Plan | str,
         *,
         segments: Sequence[str] | None = None,
+        device_budget: int | None = None,
     ) -> Applied | Planned:
         """Say module by module what becomes of activations, until ``remove()`` is called on the
         result or its context is left.
@@ -129,6 +135,7 @@ class Session:
                 ``device_budget``, and again for new shapes of input or when things change.
             segments: for ``"auto"``, the names of the modules to plan for; by default the model's
                 repeated blocks.
+            device_budget: for ``"auto"``, in place of the session's. Bytes.
 
         From the outside in, a module goes by the first rule that matches it, and all inside it go
         by the same rule until another matches. Placements concern what is saved while the module's
@@ -162,9 +169,9 @@ class Session:
             True
         """
         if isinstance(rules, (Plan, str)):
-            return self._plan(model, rules, segments)
-        if segments is not None:
-            raise TypeError("segments are for a plan; rules name their modules themselves")
+            return self._plan(model, rules, segments, device_budget)
+        if segments is not None or device_budget is not None:
+            raise TypeError('segments and device_budget are for "auto", not for rules')
         return apply_rules(model, rules, self._hooks.placed)
 
     def watch(self, model: torch.nn.Module) -> Watching:
@@ -216,7 +223,11 @@ class Session:
         """
         self._reporter.add(steps, callback)
     def _plan(
-        self, model: torch.nn.Module, plan: Plan | str, segments: Sequence[str] | None
+        self,
+        model: torch.nn.Module,
+        plan: Plan | str,
+        segments: Sequence[str] | None,
+        device_budget: int | None,
     ) -> Planned:
         if isinstance(plan, str) and plan != "auto":
             raise ValueError(f'rules are {plan!r}; give "auto", a Plan, or a mapping of rules')
@@ -232,7 +243,14 @@ class Session:
             return getattr(self._running, "counters", None) is not None
 
         self._planned = Planned(
-            model, plan, self._hooks, self._tiers, in_step, removed, segments=segments
+            model,
+            plan,
+            self._hooks,
+            self._tiers,
+            in_step,
+            removed,
+            segments=segments,
+            device_budget=device_budget,
         )
         return self._planned
 

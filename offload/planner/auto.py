@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from offload.errors import PlanError, warn_user
 from offload.planner.control import Assignment
 from offload.planner.model import Chain, Links
-from offload.planner.plan import Plan, make_plan
+from offload.planner.plan import Plan, make_plan, needs_under
 from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Clock, HostClock, Pass
-from offload.planner.solve import solve
+from offload.planner.solve import check_floor, solve
 from offload.report import Counters
 from offload.trace import Event, merged, total_ns
 from offload.units import format_bytes
@@ -154,8 +154,14 @@ class Auto:
         if study.plan is not None:
             return assignment_of(study.plan)
         action, record = self._phases[study.phase]
-        limit = int(self.budgets.device_bytes)
-        return Assignment(default=action, limit_bytes=limit, phase=action, record=record)
+        known = bool(study.profile.segments)
+        return Assignment(
+            default=action,
+            needs=needs_under(study.profile, self.budgets, action) if known else (),
+            limit_bytes=int(self.budgets.device_bytes),
+            phase=action,
+            record=record,
+        )
 
     def finished(self, done: Pass, counters: Counters) -> None:
         study = self.studies.get(done.signature)
@@ -174,6 +180,8 @@ class Auto:
         profile.links = self._rates(counters, profile.links)
         profile.base_bytes = max(profile.base_bytes, self._base_bytes())
         study.phase += 1
+        if study.phase == 1:
+            check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work
         if study.phase == len(self._phases):
             self.replan(study, done.signature)
 

@@ -19,7 +19,8 @@ __all__ = ["Evaluator"]
 _TOLERANCE_BYTES = 1e-6
 _FIELDS = (
     "resident_bytes", "offload_bytes", "present_bytes", "host_bytes", "disk_bytes",
-    "forward_seconds", "backward_seconds", "holds_output", "frees_input",
+    "late_bytes", "working_bytes", "forward_seconds", "backward_seconds", "holds_output",
+    "frees_input",
 )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ class Evaluator:
         >>> away = Option("host", offload_bytes=8, present_bytes=8)
         >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
         >>> chain = Chain(layers, device_bytes=16, out_rate=4, back_rate=8)
-        >>> Evaluator(chain)(torch.tensor([[1, 0, 0], [1, 1, 0]])).tolist()
+        >>> Evaluator(chain)(torch.tensor([[0, 0, 0], [1, 1, 0]])).tolist()
         [inf, 10.0]
     """
 
@@ -66,7 +67,7 @@ class Evaluator:
         chain, infinite = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
         forward_rooms -= _column(s.forward_bytes for s in chain.segments)
-        backward_rooms = chain.device_bytes - before
+        backward_rooms = chain.device_bytes - before - chosen["working_bytes"]
         backward_rooms = backward_rooms - _column(
             s.saved_bytes + s.backward_bytes for s in chain.segments
         )
@@ -102,14 +103,15 @@ class Evaluator:
         ahead = chosen["forward_seconds"] + _column(s.forward_seconds for s in chain.segments)
         back = chosen["backward_seconds"] + _column(s.backward_seconds for s in chain.segments)
         moved, disk = chosen["offload_bytes"], chosen["disk_bytes"]
+        late = chosen["late_bytes"]
         total = ahead.sum(0) + back.sum(0)
         waited, queue = _pass(
-            ahead, moved, disk, forward_rooms.clamp(max=chain.window_bytes), host_rooms,
+            ahead, (moved, late, disk), forward_rooms.clamp(max=chain.window_bytes), host_rooms,
             (chain.out_rate, chain.write_rate),
         )  # fmt: skip
         total += waited.sum(0)
         waited, _ = _pass(
-            back, moved, disk, backward_rooms.clamp(max=chain.prefetch_bytes), host_rooms,
+            back, (moved, late, disk), backward_rooms.clamp(max=chain.prefetch_bytes), host_rooms,
             (chain.back_rate, chain.read_rate),
         )  # fmt: skip
         total += waited.sum(0)
@@ -123,14 +125,14 @@ class Evaluator:
 
 def _pass(
     seconds: Tensor,
-    moved: Tensor,
-    disk: Tensor,
+    amounts: tuple[Tensor, Tensor, Tensor],
     rooms: Tensor,
     host_rooms: Tensor | None,
     rates: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """Stalls of one direction, and what waits for the link in the end."""
     link, beyond = rates
+    moved, late, disk = amounts
     three_tiers = host_rooms is not None and beyond < UNLIMITED
     queue = torch.zeros_like(seconds[0])
     writes = torch.zeros_like(queue)
@@ -141,7 +143,7 @@ def _pass(
             assert host_rooms is not None
             stall = torch.maximum(stall, (writes - host_rooms[i]) / beyond)
             writes = (writes - beyond * (seconds[i] + stall)).clamp_(min=0.0) + disk[i]
-        queue = (queue - link * (seconds[i] + stall)).clamp_(min=0.0) + moved[i]
+        queue = torch.maximum(queue - link * (seconds[i] + stall) + moved[i], late[i])
         stalls[i] = stall
     return stalls, queue
 

@@ -145,6 +145,7 @@ class Controller:
         self.applied = Applied(chosen, lambda name, module, _: _PlannedRule(name, module, self))
         hooks.policy = lambda _: Placement.KEEP  # what is outside of segments
         hooks.watch = self._saw
+        tiers.gate.planned = True
 
     @property
     def clock(self) -> Clock:
@@ -155,7 +156,8 @@ class Controller:
         """Make model and session what they were."""
         self.applied.remove()
         self.hooks.policy, self.hooks.watch = self._policy, None
-        self._tiers.gate.limit_bytes, self._tiers.gate.needs = self._limit_bytes, ()
+        gate = self._tiers.gate
+        gate.limit_bytes, gate.needs, gate.planned = self._limit_bytes, (), False
 
     # -- steps and passes -------------------------------------------------------------------------
 

@@ -90,7 +90,11 @@ def _scaled(chain: Chain) -> Chain:
 
     def scaled(part: Any) -> dict[str, Any]:
         unit_of = {name: byte if name.endswith("_bytes") else second for name in vars(part)}
-        return {name: value / unit_of[name] for name, value in vars(part).items() if _is_size(name)}
+        return {
+            name: value / unit_of[name]
+            for name, value in vars(part).items()
+            if _is_size(name) and value is not None
+        }
 
     segments = tuple(
         replace(s, **scaled(s), options=tuple(replace(o, **scaled(o)) for o in s.options))
@@ -209,7 +213,8 @@ class _Program:
             added = self._option(i, amount, -1.0)
             left = _merged(self._variable(name, i), self._variable(name + "s", i, -1.0), added, run)
             self._row(left, low=-rate * getattr(s, seconds))
-            self._row(_merged(self._variable(name, i), added), low=0.0)
+            late = "late_bytes" if amount == "offload_bytes" else amount
+            self._row(_merged(self._variable(name, i), self._option(i, late, -1.0)), low=0.0)
 
     def _rooms(self, i: int) -> None:
         chain, s = self.chain, self.chain.segments[i]
@@ -218,7 +223,8 @@ class _Program:
         room = chain.device_bytes - s.forward_bytes
         self._row(_merged(there, self._variable("Qs", i), present), high=room)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
-        self._row(_merged(there, self._variable("Ps", i)), high=room)
+        working = self._option(i, "working_bytes")
+        self._row(_merged(there, self._variable("Ps", i), working), high=room)
         for queue, limit in (("Qs", chain.window_bytes), ("Ps", chain.prefetch_bytes)):
             if math.isfinite(limit):
                 self._row(self._variable(queue, i), high=limit)
@@ -236,7 +242,8 @@ class _Program:
         waits = _merged(self._variable("Rs", i), self._variable("sr", i, rate), before)
         self._row(_merged(waits, self._option(i, "offload_bytes")), low=0.0)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
-        self._row(_merged(self._resident(i), self._variable("Rs", i)), high=room)
+        working = self._option(i, "working_bytes")
+        self._row(_merged(self._resident(i), self._variable("Rs", i), working), high=room)
         left = _merged(
             self._variable("R", i),
             self._variable("Rs", i, -1.0),

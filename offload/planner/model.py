@@ -14,7 +14,8 @@ of the disk behind it, and ``Q, W`` the bytes that wait for either:
 
     forward, i = 1..L
         stall = max(0, (Q - (M - K_i - g_i - w_f)) / v_out, (W - (H - G_i - n_i)) / v_write)
-        Q, W fall by what passes in the stall and in the forward; then Q += o_i, W += n_i
+        Q, W fall by what passes in the stall and in the forward, and grow by o_i and n_i, which
+        leave while they are made: Q >= l_i is left, of which the forward's last act made l_i
     backward: the same, mirrored. Read in reverse, what has to come back before B_i is what would
         leave after it; the room is M - K_i - S_i - w_b.
     what still waits when forward ends occupies memory until it has left: i = L..1
@@ -68,6 +69,10 @@ class Option:
         present_bytes: are there when the segment's forward has run.
         host_bytes: come to rest in host memory.
         disk_bytes: come to rest on the disk.
+        last_bytes: of ``offload_bytes``, what is made at the very end of the forward and cannot
+            have left by then; ``None``: all.
+        burst_bytes: there twice for a moment, while it is copied.
+        working_bytes: there while its backward runs, beside all that the segment saves.
         forward_seconds: more than the segment's own.
         backward_seconds: more than the segment's own: the recomputation, for one.
         holds_output: keeps its own result, where it saves it.
@@ -80,10 +85,18 @@ class Option:
     present_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
+    last_bytes: float | None = None
+    burst_bytes: float = 0.0
+    working_bytes: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     holds_output: bool = False
     frees_input: bool = False
+
+    @property
+    def late_bytes(self) -> float:
+        """What waits for the link when the forward has ended, however fast that is."""
+        return self.offload_bytes if self.last_bytes is None else self.last_bytes
 
 
 @dataclass(frozen=True)
@@ -218,8 +231,8 @@ class Walk:
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.backward_rooms = [
-            budget - self.resident[i] - s.saved_bytes - s.backward_bytes
-            for i, s in enumerate(segments)
+            budget - self.resident[i] - s.saved_bytes - s.backward_bytes - o.working_bytes
+            for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.host_rooms = [
             chain.host_bytes - self.resting[i + 1] - o.disk_bytes
@@ -252,7 +265,7 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
         >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
         >>> away = Option("host", offload_bytes=8, present_bytes=8)
         >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
-        >>> predict(Chain(layers, device_bytes=16, out_rate=8, back_rate=8), (1, 0, 0)).seconds
+        >>> predict(Chain(layers, device_bytes=16, out_rate=8, back_rate=8), (0, 0, 0)).seconds
         inf
         >>> predict(Chain(layers, device_bytes=16, out_rate=8, back_rate=8), (1, 1, 0)).seconds
         9.0
@@ -289,13 +302,19 @@ def _forward(walk: Walk) -> tuple[list[float], float, float, float]:
         )
         queue = max(0.0, queue - chain.out_rate * stall)
         writes = max(0.0, writes - chain.write_rate * stall)
-        peak = max(peak, queue + chain.device_bytes - walk.forward_rooms[i])
         host = max(host, writes + walk.resting[i + 1] + o.disk_bytes)
         seconds = s.forward_seconds + o.forward_seconds
-        queue = max(0.0, queue - chain.out_rate * seconds) + o.offload_bytes
+        before, queue = queue, _after(queue, o, chain.out_rate * seconds)
+        there = walk.resident[i] + max(0.0, o.present_bytes - o.offload_bytes)
+        peak = max(peak, there + max(before, queue) + o.burst_bytes + s.forward_bytes)
         writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
         stalls.append(stall)
     return stalls, queue, peak, host
+
+
+def _after(queue: float, option: Option, passed: float) -> float:
+    """What waits when a segment has run, and ``passed`` bytes could have left meanwhile."""
+    return max(queue + option.offload_bytes - passed, option.late_bytes)
 
 
 def _backward(walk: Walk) -> list[float]:
@@ -308,7 +327,7 @@ def _backward(walk: Walk) -> list[float]:
             0.0, (queue - room) / chain.back_rate, (reads - walk.host_rooms[i]) / chain.read_rate
         )
         seconds = s.backward_seconds + o.backward_seconds + stall
-        queue = max(0.0, queue - chain.back_rate * seconds) + o.offload_bytes
+        queue = _after(queue, o, chain.back_rate * seconds)
         reads = max(0.0, reads - chain.read_rate * seconds) + o.disk_bytes
         stalls.append(stall)
     return stalls
@@ -339,18 +358,23 @@ def caps(walk: Walk) -> list[float]:
 
 
 def _peak_of_backward(walk: Walk, queue: float) -> float:
-    """The most that is on the device while backward runs and brings back as much as it may."""
+    """The most that is on the device while backward runs and brings back as much as it may.
+
+    A segment's own bytes go one by one while its backward runs, and early ones take their place: it
+    is at its fullest when it begins, or when it ends.
+    """
     chain, allowed = walk.chain, caps(walk)
     last = len(chain.segments) - 1
-    peak, early = 0.0, 0.0
+    peak, early = 0.0, max(0.0, queue - walk.options[last].offload_bytes)  # has not left yet
     for i in reversed(range(last + 1)):
         s, o = chain.segments[i], walk.options[i]
-        if i == last:
-            early = max(0.0, queue - o.offload_bytes)  # has not left yet
-        room, seconds = allowed[i], s.backward_seconds + o.backward_seconds
-        fetched = min(early + chain.back_rate * seconds, room, walk.off_before[i])
-        early = min(max(early, fetched), max(0.0, walk.backward_rooms[i]))
-        peak = max(peak, walk.resident[i] + s.saved_bytes + s.backward_bytes + early)
+        room, seconds = max(0.0, walk.backward_rooms[i]), s.backward_seconds + o.backward_seconds
+        early = min(early, room)
+        stays = walk.resident[i] + s.backward_bytes + o.working_bytes
+        peak = max(peak, stays + s.saved_bytes + early)
+        fetched = min(early + chain.back_rate * seconds, allowed[i], walk.off_before[i])
+        early = max(early, fetched)
+        peak = max(peak, stays + early)
         if i:
             early = max(0.0, early - walk.options[i - 1].offload_bytes)
     return peak

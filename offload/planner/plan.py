@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from offload.planner.solve import Solution
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Plan", "PlanRow", "make_plan"]
+__all__ = ["Plan", "PlanRow", "make_plan", "needs_under"]
 
 JSON_FORMAT = 1
 
@@ -127,15 +127,7 @@ class Plan:
     @property
     def needs(self) -> tuple[Need, ...]:
         """For the gate: entry ``2 i + 1`` is segment ``i``, those around it what lies between."""
-        found = []
-        between = Need(0, 0, 1 << 60, 0)
-        for row in self.rows:
-            if row.action:
-                found += [between, row.need]
-                between = Need(0, 0, row.need.room_bytes, row.need.reserve_bytes)
-            else:
-                between = row.need
-        return (*found, between)
+        return _laid_out([(bool(row.action), row.need) for row in self.rows])
 
     @property
     def overhead(self) -> float:
@@ -153,10 +145,7 @@ class Plan:
     def diff(self, other: Plan) -> dict[str, tuple[str, str]]:
         """Where the plans differ: by segment, the action here and there (``""``: none).
 
-        Example:
-            >>> plan = Plan.from_json(EXAMPLE)
-            >>> plan.diff(plan)
-            {}
+        A plan differs from itself in nothing: ``plan.diff(plan) == {}``.
         """
         mine, theirs = self.actions, other.actions
         names = [*mine, *(n for n in theirs if n not in mine)]
@@ -302,6 +291,33 @@ def make_plan(
     return _with_notes(made)
 
 
+def _laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
+    """Alternating: what lies between, a segment, and so on. Nothing between is no need."""
+    found: list[Need] = []
+    between = Need(0, 0, 1 << 60, 0)
+    for is_segment, need in needs:
+        if is_segment:
+            found += [between, need]
+            between = Need(0, 0, need.room_bytes, need.reserve_bytes)
+        else:
+            between = need
+    return (*found, between)
+
+
+def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
+    """For the gate, while every segment goes by one action, before there is a plan."""
+    chain, entries = profile.chain(budgets), profile.entries()
+    choice = []
+    for segment, _ in entries:
+        names = [o.action for o in segment.options]
+        choice.append(names.index(action) if action in names else len(names) - 1)
+    walk = Walk(chain, choice)
+    rooms = caps(walk)
+    return _laid_out(
+        (visit >= 0, _need(walk, entries, i, rooms[i])) for i, (_, visit) in enumerate(entries)
+    )
+
+
 def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Need:
     segment, option = walk.chain.segments[i], walk.options[i]
     forward = option.present_bytes + segment.forward_bytes
@@ -318,7 +334,7 @@ def _appears(walk: Walk, i: int) -> float:
     segment, option = walk.chain.segments[i], walk.options[i]
     again = option.action.startswith(("recompute", "selective"))
     there = 0.0 if again else min(option.resident_bytes, segment.saved_bytes)
-    return segment.saved_bytes - there + segment.backward_bytes
+    return segment.saved_bytes - there + segment.backward_bytes + option.working_bytes
 
 
 def _reserve(walk: Walk, entries: list[tuple[Any, int]], i: int) -> float:

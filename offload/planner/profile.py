@@ -1,14 +1,15 @@
 """Profile: what each segment of a model was measured to take and to save, for one shape of input.
 
 It is filled from passes of a model under known actions, the leanest first, so that measuring needs
-no more memory than the leanest plan. Times are the least of what was seen, as disturbances only
-add; bytes are exact. What the passes cannot tell (keeping, before anything was kept) is estimated
-from what they do tell, and replaced once it is measured.
+no more memory than the leanest plan. Bytes are exact. Times are the least of what was seen, as
+disturbances only add, and the median over segments that save the same: equal blocks take equal
+times. Keeping adds nothing to a segment's own time; what other actions add is measured.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +49,8 @@ class SegmentProfile:
     Attributes:
         saved: bytes of each storage it saves, by its number in the pass, in order.
         boundary: the same of its inputs.
-        selective_bytes: held where only what is cheap is computed again; ``None``: not measured.
+        selective: the same of what is held where only what is cheap is computed again; ``None``:
+            not measured.
         before: saved between the segment before and this one.
         seconds: by action, the least seconds of forward, backward and recomputation.
         before_seconds: between the segment before and this one.
@@ -57,12 +59,18 @@ class SegmentProfile:
     key: str
     saved: dict[int, int] = field(default_factory=dict)
     boundary: dict[int, int] = field(default_factory=dict)
-    selective_bytes: int | None = None
+    selective: dict[int, int] | None = None
     before: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     before_seconds: float = math.inf
+    extra_bytes: int = 0  # of ``selective``, what is not among what it saves
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """The same for segments that do the same, as far as their bytes tell."""
+        return (*self.saved.values(), -1, *self.boundary.values())
 
     def measured(self, action: str, forward: float, backward: float, again: float) -> None:
         """Take note of one visit's times."""
@@ -114,6 +122,18 @@ class Profile:
             self.after = done.after
         return True
 
+    def pooled(self, segment: SegmentProfile) -> dict[str, tuple[float, float, float]]:
+        """By action, the segment's seconds: the median over those that save the same."""
+        alike = [s for s in self.segments if s.kind == segment.kind]
+        found = {}
+        for action in segment.seconds:
+            rows = [s.seconds[action] for s in alike if action in s.seconds]
+            forward, backward, again = (
+                statistics.median(column) for column in zip(*rows, strict=True)
+            )
+            found[action] = (forward, backward, again)
+        return found
+
     # -- the chain --------------------------------------------------------------------------------
 
     def chain(self, budgets: Budgets) -> Chain:
@@ -163,11 +183,12 @@ class Profile:
 
     def _segment(self, i: int, owners: _Owners, waiting: float) -> Segment:
         s = self.segments[i]
-        base_forward, base_backward = _base_seconds(s)
+        seconds = self.pooled(s)
+        base_forward, base_backward = _base_seconds(seconds)
         saved, shared = owners.saved_bytes(i), owners.shared_bytes(i)
         peak = max(0, s.forward_peak_bytes - saved)
         lean = min(s.forward_peak_bytes, saved)  # where nothing that is saved stays
-        options = _Options(self, s, owners, i, base_forward, base_backward, lean).all()
+        options = _Options(self, seconds, owners, i, (base_forward, base_backward), lean).all()
         return Segment(
             s.key,
             base_forward + waiting,
@@ -230,16 +251,16 @@ class _Options:
     def __init__(
         self,
         profile: Profile,
-        segment: SegmentProfile,
+        seconds: dict[str, tuple[float, float, float]],
         owners: _Owners,
         number: int,
-        forward: float,
-        backward: float,
+        base: tuple[float, float],
         lean_bytes: int,
     ) -> None:
         self._profile = profile
-        self._s = segment
-        self._forward, self._backward = forward, backward
+        self._s = profile.segments[number]
+        self._seconds = seconds
+        self._forward, self._backward = base
         self._lean_bytes = lean_bytes
         self._own, self._boundary = owners.own(number), owners.boundary(number)
 
@@ -255,10 +276,10 @@ class _Options:
         for tier in tiers:
             made += [self._partly(tier, share) for share in shares if len(self._own) > 1]
             made.append(self._away(tier, self._own))
-        if self._s.selective_bytes is not None:
-            held = self._s.selective_bytes
-            made.append(self._option("selective+keep", held, [], held))
-            made += [self._away(f"selective+{tier}", [held]) for tier in tiers]
+        if self._s.selective:
+            held = list(self._s.selective.values())
+            made.append(self._option("selective+keep", sum(held), [], sum(held)))
+            made += [self._away(f"selective+{tier}", held) for tier in tiers]
         boundary = sum(self._boundary)
         made.append(self._option("recompute", boundary, [], boundary))
         made += [self._away(f"recompute+{tier}", self._boundary) for tier in tiers]
@@ -292,6 +313,9 @@ class _Options:
         on_cpu = self._profile.slow == "disk"
         name = action.partition(":")[0]
         ahead, back = self._extra(name, away)
+        if name != action:  # a part costs a part
+            share = away / max(1, sum(self._own))
+            ahead, back = share * ahead, share * back
         kind, _, tier = name.partition("+")
         bound = tier or kind
         again = kind in ("recompute", "selective")
@@ -299,12 +323,13 @@ class _Options:
             action,
             resident_bytes=resident,
             offload_bytes=away,
+            present_bytes=present + (self._lean_bytes if again and not on_cpu else 0),
+            last_bytes=leaving[-1] if leaving else 0,
             # On the cpu the original and its slot are both there while one is copied to the other.
-            present_bytes=present
-            + (max(leaving, default=0) if on_cpu else 0)
-            + (self._lean_bytes if again and not on_cpu else 0),
+            burst_bytes=max(leaving, default=0) if on_cpu else 0,
             host_bytes=away if bound == "host" else 0,
             disk_bytes=away if bound == "disk" else 0,
+            working_bytes=self._s.extra_bytes if kind == "selective" else 0,
             forward_seconds=ahead,
             backward_seconds=back,
             holds_output=holds_output,
@@ -313,12 +338,12 @@ class _Options:
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:
         """Seconds more than the base, in forward and in backward."""
-        seconds = self._s.seconds
+        if action == "keep":
+            return 0.0, 0.0
         slow = self._profile.slow
         kind = action.partition("+")[0]
-        known = seconds.get(action) or seconds.get(f"{kind}+{slow}")
-        if kind == "keep":
-            known = seconds.get("keep")
+        # Where the inputs go makes little difference, and all kinds were measured with one of them.
+        known = self._seconds.get(f"{kind}+{slow}") or self._seconds.get(action)
         if known is not None:
             return (
                 max(0.0, known[0] - self._forward),
@@ -328,9 +353,9 @@ class _Options:
         return copy, self._forward if kind == "recompute" else 0.0
 
 
-def _base_seconds(s: SegmentProfile) -> tuple[float, float]:
+def _base_seconds(seconds: dict[str, tuple[float, float, float]]) -> tuple[float, float]:
     """Forward and backward with nothing else to do: no action can take less."""
-    rows = list(s.seconds.values())
+    rows = list(seconds.values())
     return min(r[0] for r in rows), min(r[1] for r in rows)
 
 
@@ -341,7 +366,8 @@ def _note_bytes(known: SegmentProfile, visit: Visit) -> None:
         known.forward_peak_bytes = visit.forward_peak_bytes
         known.backward_peak_bytes = visit.backward_peak_bytes
     elif kind == "selective" and visit.held:
-        known.selective_bytes = sum(visit.held.values())
+        known.selective = visit.held
+        known.extra_bytes = sum(n for k, n in visit.held.items() if k not in visit.saved)
 
 
 def _gap(name: str, forward: float, saved: int, backward: float = 0.0) -> Segment:

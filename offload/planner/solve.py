@@ -28,7 +28,7 @@ from offload.planner.exact import solve_exact
 from offload.planner.model import Chain, Option, Segment
 from offload.units import format_bytes
 
-__all__ = ["Solution", "lower_bound", "solve"]
+__all__ = ["Solution", "check_floor", "lower_bound", "solve"]
 
 _SHAPES = 10_000  # beyond it, the numbers of kept and offloaded segments are sampled
 _STARTS = 6  # shapes that are improved, of short chains
@@ -94,6 +94,12 @@ def solve(chain: Chain, *, solver: str = "search", seconds: float = 30.0) -> Sol
     if not math.isfinite(best):
         raise _refusal(chain)
     return Solution(choice, best, bound, gap, solver)
+
+
+def check_floor(chain: Chain) -> None:
+    """Raise ``PlanError`` if no choice of options fits into the device memory of ``chain``."""
+    if chain.device_bytes < chain.floor()[0]:
+        raise _refusal(chain)
 
 
 def _refusal(chain: Chain) -> PlanError:
@@ -203,6 +209,8 @@ def _improve(evaluate: Evaluator, start: Tensor) -> tuple[Tensor, float]:
     current = start
     for _ in range(_ROUNDS):
         neighbours = _neighbours(evaluate, current)
+        if not len(neighbours):
+            break
         times = evaluate(neighbours)
         order = times.argsort(stable=True)[:32]
         if not float(times[order[0]]) < best * _BETTER:

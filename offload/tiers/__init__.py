@@ -157,7 +157,7 @@ class Tiers:
             self.outbound.make_room(nbytes)
 
     def count(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is saved and stays: a recomputation's, or something small."""
+        """``storage`` is saved and stays."""
         self.common.live.track(storage)
         self.common.sample()
 

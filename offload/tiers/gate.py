@@ -36,6 +36,7 @@ class Gate:
 
     def __init__(self, used: Callable[[], int]) -> None:
         self.limit_bytes: int | None = None
+        self.planned = False  # whether something else decides what stays
         self.needs: Sequence[Need] = ()
         self.at = -1  # the segment whose backward runs; -1: none has begun
         self._used = used
@@ -71,6 +72,8 @@ class Gate:
             return True
         if not self.has_room(nbytes):
             return False
+        if not self.needs and self.planned:
+            return False  # nothing is known yet: what is wanted comes when it is wanted
         if not self.needs or self.at < 0 or segment < 0:
             return True
         before = [0] * (self.at + 1)  # bytes of segments before each

@@ -69,8 +69,8 @@ class Outbound:
         self.poll()
         self._tail.append(weakref.ref(block))
         self._tail_bytes += block.nbytes
-        # A plan says itself what stays.
-        keep_bytes = self._common.config.keep_last_bytes if not self._common.gate.needs else 0
+        planned = self._common.gate.planned
+        keep_bytes = self._common.config.keep_last_bytes if not planned else 0
         self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
         self.make_room(0)
 
@@ -144,6 +144,8 @@ class Outbound:
         if lane.host_is_device:  # the original and its slot are both there for a moment
             self._make_room_for_slot(block.nbytes)
         room = self._room(block.nbytes)
+        # Where the device is host memory, original and slot are both there for a moment.
+        room = self._room(block.nbytes) if self._room_for_slot(block.nbytes) else None
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
@@ -162,8 +164,11 @@ class Outbound:
         counters.offloaded_bytes += block.nbytes
         self._settle_copies()
 
-    def _make_room_for_slot(self, nbytes: int) -> None:
+    def _room_for_slot(self, nbytes: int) -> bool:
+        """Whether the budget has room for a copy; waits for others to leave."""
         gate, started_ns = self._common.gate, 0
+        if not self._common.lane.host_is_device:
+            return True
         while not gate.has_room(nbytes):
             self._settle_copies()
             if not self._disk.writes:
@@ -172,6 +177,7 @@ class Outbound:
             self._disk.settle_first(self._disk.writes)
         if started_ns:
             self._common.waited("backpressure_ns", started_ns)
+        return gate.has_room(nbytes)
 
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""

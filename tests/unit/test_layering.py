@@ -25,6 +25,7 @@ LAYERS = [
     {"planner"},
     {"session"},
     {"integrations", "measure"},
+    {"measure", "planning"},
     {"workloads"},
     {"targets", "tuner"},
     {"__main__", "__init__", "demo", "merge_traces", "profiler"},
