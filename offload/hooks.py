@@ -70,6 +70,7 @@ class Hooks:
         self.scopes = Scopes(tiers.trace)
         self._in_backward = False  # where the step has come to, as far as it was seen
         self.watch: Watch | None = None  # sees what is saved, parameters apart
+        self.held: frozenset[int] = frozenset()  # storages that stay, as their owner keeps them
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
         self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
@@ -213,6 +214,8 @@ class Hooks:
             )
             if not isinstance(placement, Placement):
                 raise TypeError(f"the policy returned {placement!r}; return a Placement")
+        if storage._cdata in self.held:
+            return Placement.KEEP
         if self._asked.left_bytes is not None and placement is not Placement.KEEP:
             if nbytes > self._asked.left_bytes:
                 placement = Placement.KEEP

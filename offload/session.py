@@ -367,13 +367,13 @@ class Session:
 
     def _end(self, counters: Counters) -> StorageError | None:
         """The step's first failure of the disk, if there was one."""
-        if self._planned is not None:
-            self._planned.end_step()
         with self._tiers.lock:
             self._open_steps -= 1
             self._tiers.end_step()
             counters.ended_ns = time.perf_counter_ns()
             error = self._tiers.error
+        if self._planned is not None:
+            self._planned.end_step()
         if error is not None and not self._warned:
             self._warned = True  # once: every step's report has its own
             warn_user(next(iter(counters.warnings)))

@@ -99,7 +99,7 @@ class _PlannedRule(Rule):
         if not (self.in_force and controller.is_ours()):
             return forward(*args, **kwargs)
         if not self.name:
-            controller.open_pass(signature_of([*args, *kwargs.values()]))
+            controller.open_pass([*args, *kwargs.values()])
             return forward(*args, **kwargs)
         return controller.visit(self, forward, args, kwargs)
 
@@ -156,6 +156,7 @@ class Controller:
         """Make model and session what they were."""
         self.applied.remove()
         self.hooks.policy, self.hooks.watch = self._policy, None
+        self.hooks.held = frozenset()
         gate = self._tiers.gate
         gate.limit_bytes, gate.needs, gate.planned = self._limit_bytes, (), False
 
@@ -178,14 +179,19 @@ class Controller:
         ours = self._in_step() and threading.get_ident() == self._thread
         return ours and torch.is_grad_enabled() and _graph_task_id() == -1
 
-    def open_pass(self, signature: str) -> Pass:
+    def open_pass(self, inputs: list[object]) -> Pass:
         """A forward of the model begins."""
+        signature = signature_of(inputs)
         stamp = self._clock.stamp()
         started = self._started if self._pass is None else stamp
         self._close_pass(stamp)
         self._pass = Pass(signature, started)
         assigned = self._assignment = self._scheme.assign(signature)
         self._pass.phase = assigned.phase
+        # The batch: whoever passes it holds it meanwhile, so that sending it away frees nothing.
+        tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        storages = [storage_of(t) for t in tensors if t.grad_fn is None]
+        self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
         gate = self._tiers.gate
         gate.needs, gate.at = assigned.needs, -1
         if assigned.limit_bytes is not None:
@@ -194,6 +200,7 @@ class Controller:
 
     def _close_pass(self, ended: Any) -> None:
         done, self._pass = self._pass, None
+        self.hooks.held = frozenset()  # addresses that mean nothing any more
         if done is None:
             return
         if done.visits and done.visits[0].began is not None:
@@ -214,7 +221,7 @@ class Controller:
         """Run a segment's forward by the assignment."""
         current = self._pass
         if current is None or current.in_backward:
-            current = self.open_pass(signature_of([*args, *kwargs.values()]))
+            current = self.open_pass([*args, *kwargs.values()])
         if current.open is not None:  # a segment within a segment
             return forward(*args, **kwargs)
         visit = self._enter(current, rule.name)
@@ -324,7 +331,7 @@ class Controller:
             if storage is not None and not is_never_moved(tensor, storage.nbytes()):
                 if again:
                     self._tiers.count(storage)
-                else:
+                elif storage._cdata not in self.hooks.held:
                     visit.saved.setdefault(self._ids.of(storage), storage.nbytes())
             return pack_below(tensor)
 
@@ -339,7 +346,7 @@ class Controller:
             return
         number, nbytes = self._ids.of(storage), storage.nbytes()
         visit = current.open
-        if visit is None:
+        if visit is None or storage._cdata in self.hooks.held:
             current.after.setdefault(number, nbytes)
         else:
             visit.held.setdefault(number, nbytes)

@@ -323,9 +323,12 @@ class _Options:
             action,
             resident_bytes=resident,
             offload_bytes=away,
-            present_bytes=present + (self._lean_bytes if again and not on_cpu else 0),
+            # On the cpu the original and its slot are both there while one is copied to the other,
+            # perhaps at the end of a forward that still uses all that it saved.
+            present_bytes=present
+            + (max(leaving, default=0) if on_cpu else 0)
+            + (self._lean_bytes if again and not on_cpu else 0),
             last_bytes=leaving[-1] if leaving else 0,
-            # On the cpu the original and its slot are both there while one is copied to the other.
             burst_bytes=max(leaving, default=0) if on_cpu else 0,
             host_bytes=away if bound == "host" else 0,
             disk_bytes=away if bound == "disk" else 0,

@@ -158,8 +158,10 @@ class Tiers:
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """``storage`` is saved and stays."""
-        self.common.live.track(storage)
-        self.common.sample()
+        with self.lock:
+            if self.common.live.track(storage) and not self.in_child:
+                self.outbound.make_room(0)
+            self.common.sample()
 
     def uncount(self, storage: torch.UntypedStorage) -> None:
         """``storage`` may be the memory of a slot, which counts already."""

@@ -78,9 +78,8 @@ class Outbound:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
         more.
         """
-        gate = self._common.gate
         started_ns = 0
-        while not gate.has_room(nbytes):
+        while not self._has_room(nbytes):
             if self._copies:  # the device waits, not the host
                 self._settle_oldest_copy()
             elif self._copied:
@@ -166,10 +165,10 @@ class Outbound:
 
     def _room_for_slot(self, nbytes: int) -> bool:
         """Whether the budget has room for a copy; waits for others to leave."""
-        gate, started_ns = self._common.gate, 0
+        started_ns = 0
         if not self._common.lane.host_is_device:
             return True
-        while not gate.has_room(nbytes):
+        while not self._has_room(nbytes):
             self._settle_copies()
             if not self._disk.writes:
                 break
@@ -177,6 +176,13 @@ class Outbound:
             self._disk.settle_first(self._disk.writes)
         if started_ns:
             self._common.waited("backpressure_ns", started_ns)
+        return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Within the budget of device memory, once what waits for its end is let go of."""
+        gate = self._common.gate
+        if not gate.has_room(nbytes):
+            self._common.heap.sweep(keep=0)
         return gate.has_room(nbytes)
 
     def poll(self) -> None:
