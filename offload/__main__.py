@@ -8,6 +8,7 @@ from offload import __version__, demo, merge_traces
 from offload.probe.command import command as probe
 from offload.profiler import command as profiler_command
 from offload.tuner.command import command as tune
+from offload import __version__, demo, plan_command, sweep
 
 __all__ = ["main"]
 
@@ -23,6 +24,8 @@ main.add_command(profiler_command.command)
 main.add_command(merge_traces.command)
 main.add_command(probe)
 main.add_command(tune)
+main.add_command(plan_command.command)
+main.add_command(sweep.command)
 
 if __name__ == "__main__":
     main(prog_name="offload")

@@ -243,7 +243,7 @@ class Config:
     def _shares(self) -> int:
         return local_processes() if self.budget_scope == "node" else 1
             # A slab costs nothing until it is touched, and the budget counts what is.
-            return max(windows_bytes, min(self.device_budget or 0, total_memory_bytes()))
+            return max(windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2))
         return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
 
     @property

@@ -14,18 +14,18 @@ from torch import nn
 from offload.config import Config
 from offload.errors import PlanError
 from offload.planner.applied import Planned, budgets_of
-from offload.planner.auto import Auto, Study
-from offload.planner.model import Chain
+from offload.planner.auto import MARGIN, Auto, Study
+from offload.planner.model import Chain, predict
 from offload.planner.plan import Plan, make_plan
 from offload.planner.profile import Budgets
-from offload.planner.solve import solve
+from offload.planner.solve import Solution, lower_bound, solve
 from offload.session import Session
 from offload.units import parse_bytes
 
-__all__ = ["Measurement", "measure_model", "plan"]
+__all__ = ["NO_LIMIT", "Measurement", "measure_model", "plan", "plan_from"]
 
 _MOST_STEPS = 24  # until a plan has settled
-_ROOMY = 1 << 50
+NO_LIMIT = 1 << 50
 Size = int | str
 
 
@@ -59,17 +59,33 @@ class Measurement:
         solution = solve(chain, solver=solver, seconds=seconds)
         return make_plan(self.study.profile, budgets, chain, solution, self.signature)
 
+    def uniform(self, action: str) -> Plan:
+        """The plan of one action for every segment, within no limit of memory."""
+        chain = self.chain(NO_LIMIT)
+        choice = tuple(
+            next((k for k, o in enumerate(s.options) if o.action == action), 0)
+            for s in chain.segments
+        )
+        seconds = predict(chain, choice).seconds
+        solution = Solution(choice, seconds, lower_bound(chain), 0.0, "given")
+        budgets = replace(self.budgets, device_bytes=NO_LIMIT)
+        return make_plan(self.study.profile, budgets, chain, solution, self.signature)
+
+    @property
+    def slow(self) -> str:
+        """The tier next to the device."""
+        return self.study.profile.slow
+
     @property
     def floor_bytes(self) -> int:
         """The least device budget with which a plan exists."""
-        chain = self.chain(_ROOMY)
-        margin = 1 - self.chain(1.0).device_bytes - self.study.profile.base_bytes
-        return math.ceil((chain.floor()[0] + self.study.profile.base_bytes) / (1 - margin)) + 1
+        chain = self.chain(NO_LIMIT)
+        return math.ceil((chain.floor()[0] + self.study.profile.base_bytes) / (1 - MARGIN)) + 1
 
     @property
     def plain_bytes(self) -> int:
         """The peak with everything kept."""
-        return self.plan(_ROOMY).plain_peak_bytes
+        return self.plan(NO_LIMIT).plain_peak_bytes
 
 
 def plan(
@@ -136,7 +152,18 @@ def plan(
     found = measure_model(
         model, step, device_budget=device_budget, segments=segments, solver=solver, **options
     )
-    if device_budget is not None:
+    return plan_from(found, device_budget is not None, max_overhead, solver)
+
+
+def plan_from(
+    found: Measurement, limited: bool, max_overhead: float | None, solver: str = "search"
+) -> Plan:
+    """The plan for the budget that was measured under, or the leanest that is fast enough.
+
+    Raises:
+        PlanError: as ``plan`` does.
+    """
+    if limited:
         made = found.plan(found.budgets.device_bytes, solver=solver)
         if max_overhead is not None and made.overhead > max_overhead:
             raise PlanError(
@@ -195,7 +222,7 @@ def measure_model(
     if budget is None and device_budget is not None:
         budget = parse_bytes(device_budget, "device_budget")
     with undisturbed(model), Session(device_budget=budget, **options) as session:
-        limit = budget if budget is not None else _ROOMY
+        limit = budget if budget is not None else NO_LIMIT
         planned = session.apply(model, "auto", segments=segments, device_budget=limit)
         with planned:
             auto = planned.auto

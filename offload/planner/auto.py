@@ -25,13 +25,13 @@ from offload.report import Counters
 from offload.trace import Event, merged, total_ns
 from offload.units import format_bytes
 
-__all__ = ["Auto", "Fixed", "Study"]
+__all__ = ["MARGIN", "Auto", "Fixed", "Study"]
 
 _ESTIMATING = 2  # plans that are made to measure what could only be estimated
 _PATIENCE = 3  # passes in a row that wait, before a plan is made again
 _REPLANS = 5  # for one shape
 _WAITING = 0.05  # of a pass, beyond the predicted stalls
-_MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
+MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
 _LEAST_BYTES = 1 << 20  # of transfers, to tell a rate from
 
 
@@ -192,7 +192,7 @@ class Auto:
 
     def replan(self, study: Study, signature: str) -> None:
         """Make the plan from what is known now."""
-        margin = _MARGIN * self.budgets.device_bytes + study.margin_bytes
+        margin = MARGIN * self.budgets.device_bytes + study.margin_bytes
         chain = study.profile.chain(self.budgets)
         chain = replace(chain, device_bytes=chain.device_bytes - margin)
         solution = solve(chain, solver=self._solver, seconds=self._solver_seconds)
@@ -232,7 +232,7 @@ class Auto:
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""
         chain = study.profile.chain(budgets)
-        return replace(chain, device_bytes=chain.device_bytes - _MARGIN * budgets.device_bytes)
+        return replace(chain, device_bytes=chain.device_bytes - MARGIN * budgets.device_bytes)
 
 
 def _measured(done: Pass, counters: Counters) -> Measured:

@@ -284,7 +284,10 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
         seconds=chain.compute_seconds + extra + sum(forward) + sum(stalls),
         forward_stalls=tuple(forward),
         backward_stalls=stalls,
-        peak_device_bytes=max(peak_forward, _peak_of_backward(walk, queue)),
+        # What would pass the budget for a moment waits at its gate.
+        peak_device_bytes=min(
+            max(peak_forward, _peak_of_backward(walk, queue)), chain.device_bytes
+        ),
         peak_host_bytes=peak_host,
         offloaded_bytes=walk.off_before[-1],
         disk_bytes=sum(o.disk_bytes for o in walk.options),

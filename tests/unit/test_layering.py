@@ -29,6 +29,10 @@ LAYERS = [
     {"workloads"},
     {"targets", "tuner"},
     {"__main__", "__init__", "demo", "merge_traces", "profiler"},
+    {"targets"},
+    {"plan_command"},
+    {"sweep"},
+    {"__main__", "__init__", "demo"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

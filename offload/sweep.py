@@ -1,0 +1,234 @@
+"""``offload sweep``: the curve of memory against time, planned and measured, beside other ways."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from offload.errors import OffloadError, PlanError
+from offload.plan_command import Failed, measured_target, opened, target_options
+from offload.planner.plan import Plan
+from offload.planning import NO_LIMIT, Measurement
+from offload.session import Session
+from offload.targets import Target
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["Point", "command", "sweep"]
+
+JSON_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run the step. Seconds and bytes; ``None``: not measured.
+
+    Attributes:
+        name: ``"plan"``, or one of the other ways: ``"plain"``, ``"recompute all"``, ``"offload
+            all"``.
+        budget_bytes: of device memory.
+        predicted_seconds, predicted_bytes: of a step, and its peak.
+        measured_seconds, measured_bytes: the same: the median, and the largest.
+    """
+
+    name: str
+    budget_bytes: int
+    predicted_seconds: float
+    predicted_bytes: int
+    measured_seconds: float | None = None
+    measured_bytes: int | None = None
+
+
+def plans_of(found: Measurement, points: int) -> list[tuple[str, Plan]]:
+    """The ways to be compared: plans from the floor to all that is saved, and the others."""
+    low, high = found.floor_bytes, found.plain_bytes
+    ways = [("plain", found.uniform("keep"))]
+    for name, action in (("recompute all", "recompute"), ("offload all", found.slow)):
+        ways.append((name, found.uniform(action)))
+    for i in range(points):
+        share = 0.1 + 0.8 * i / max(1, points - 1)
+        budget = low + share * (high - low)
+        try:
+            ways.append(("plan", found.plan(budget)))
+        except PlanError:  # host memory or the disk do not allow it
+            continue
+    return ways
+
+
+def sweep(
+    target: Target, found: Measurement, options: dict[str, Any], points: int, steps: int
+) -> Iterable[Point]:
+    """Each way's point, measured over ``steps`` steps after one to warm up; 0: predicted only."""
+    for name, plan in plans_of(found, points):
+        limit = int(plan.budgets.device_bytes)
+        point = Point(name, limit, plan.seconds, plan.peak_bytes)
+        if steps:
+            seconds, peak = measured(target, plan, options, steps)
+            point = replace(point, measured_seconds=seconds, measured_bytes=peak)
+        yield point
+
+
+def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) -> tuple[float, int]:
+    """Median seconds of a step under ``plan``, and the most memory of any."""
+    assert target.model is not None
+    budget = int(plan.budgets.device_bytes)
+    limited = {} if budget >= NO_LIMIT else {"device_budget": budget}
+    times, peaks = [], []
+    with (
+        Session(**options, **limited) as session,
+        session.apply(target.model, plan),
+    ):
+        on_cpu = session.config.device.type == "cpu"
+        for _ in range(steps + 1):
+            if not on_cpu:
+                torch.accelerator.synchronize()
+                torch.accelerator.reset_peak_memory_stats()
+            started = time.perf_counter()
+            with session.step() as step:
+                target.step()
+            if not on_cpu:
+                torch.accelerator.synchronize()
+            times.append(time.perf_counter() - started)
+            peaks.append(
+                step.report.peak_live_bytes if on_cpu else torch.accelerator.max_memory_allocated()
+            )
+    return statistics.median(times[1:]), max(peaks[1:])
+
+
+# -- showing it -----------------------------------------------------------------------------------
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """The points for people."""
+    table = Table(title="memory and time of a step")
+    for name in ("", "budget", "peak, predicted", "measured", "step, predicted", "measured"):
+        table.add_column(name, justify="left" if not name else "right")
+    for p in points:
+        peak = format_bytes(p.measured_bytes) if p.measured_bytes is not None else ""
+        seconds = format_seconds(p.measured_seconds) if p.measured_seconds is not None else ""
+        table.add_row(
+            p.name,
+            format_bytes(p.budget_bytes) if p.name == "plan" else "",
+            format_bytes(p.predicted_bytes),
+            peak,
+            format_seconds(p.predicted_seconds),
+            seconds,
+        )
+    return table
+
+
+def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
+    """The curve as ``"png"`` or ``"svg"``.
+
+    Raises:
+        OffloadError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise OffloadError('a picture needs matplotlib: pip install "offload[plot]"') from e
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    planned = [p for p in points if p.name == "plan"]
+    axes.plot(
+        [p.predicted_bytes / 2**20 for p in planned], [p.predicted_seconds for p in planned],
+        "o--", color="tab:blue", alpha=0.6, label="plan, predicted",
+    )  # fmt: skip
+    seen = [(_mib(p), p.measured_seconds) for p in planned if p.measured_seconds is not None]
+    if seen:
+        axes.plot(
+            [mib for mib, _ in seen], [seconds for _, seconds in seen],
+            "o-", color="tab:blue", label="plan, measured",
+        )  # fmt: skip
+    for p, marker in zip((p for p in points if p.name != "plan"), "s^D", strict=False):
+        seconds = p.measured_seconds if p.measured_seconds is not None else p.predicted_seconds
+        axes.plot([_mib(p)], [seconds], marker, label=p.name, markersize=8)
+    axes.set(title=title, xlabel="peak memory of a step, MiB", ylabel="step, s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150)
+    return out.getvalue()
+
+
+def _mib(point: Point) -> float:
+    nbytes = point.measured_bytes if point.measured_bytes is not None else point.predicted_bytes
+    return nbytes / 2**20
+
+
+def page(points: Sequence[Point], title: str) -> str:
+    """The curve and its figures as one HTML file that needs no other."""
+    image = base64.b64encode(picture(points, title, "svg")).decode()
+    out = io.StringIO()
+    console = Console(file=out, record=True, width=110)
+    console.print(table_of(points))
+    figures = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<body style="font-family:sans-serif"><h1>{html.escape(title)}</h1>'
+        f'<img alt="memory and time of a step" src="data:image/svg+xml;base64,{image}">{figures}'
+    )
+
+
+@click.command(name="sweep", short_help="Memory against time: plans, plain, recompute, offload.")
+@target_options
+@click.option("--points", default=5, show_default=True, type=click.IntRange(1), help="Budgets.")
+@click.option(
+    "--steps", default=2, show_default=True, type=click.IntRange(0),
+    help="Measured steps of each point, after one to warm up; 0: predictions only.",
+)  # fmt: skip
+@click.option("--png", type=click.Path(dir_okay=False), help="Draw the curve (needs matplotlib).")
+@click.option("--html", "page_path", type=click.Path(dir_okay=False), help="One HTML file of it.")
+def command(
+    target: str, points: int, steps: int, png: str | None, page_path: str | None, **given: Any
+) -> None:
+    """Measure TARGET, plan for several budgets, run each plan, and show memory against time.
+
+    Beside the plans: everything kept, every segment recomputed, every segment offloaded, all by the
+    same runtime. TARGET is as for the command plan. Exit status: 0; 1 if it cannot be measured; 2
+    for wrong usage.
+    """
+    loaded, options = opened(target, given)
+    console = Console(quiet=given["quiet"] or given["as_json"], stderr=True)
+    try:
+        found = measured_target(
+            loaded, options, console,
+            device_budget=None, segments=given["segments"], solver="search",
+        )  # fmt: skip
+        done: list[Point] = []
+        columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("points", total=points + 3)
+            for point in sweep(loaded, found, options, points, steps):
+                done.append(point)
+                progress.update(bar, advance=1)
+        title = f"{loaded.name}: memory and time of a step"
+        if png is not None:
+            Path(png).write_bytes(picture(done, title, "png"))
+        if page_path is not None:
+            Path(page_path).write_text(page(done, title))
+    except (OffloadError, OSError) as error:
+        raise Failed(str(error)) from None
+    if given["as_json"]:
+        document = {
+            "format": JSON_FORMAT,
+            "target": loaded.name,
+            "points": [asdict(p) for p in done],
+        }
+        click.echo(json.dumps(document))
+    else:
+        Console(highlight=False, width=110).print(table_of(done))
