@@ -54,8 +54,8 @@ class Measurement:
         Raises:
             PlanError: none fits.
         """
-        chain = self.chain(device_bytes)
-        budgets = replace(self.budgets, device_bytes=device_bytes)
+        chain = self.chain(int(device_bytes))
+        budgets = replace(self.budgets, device_bytes=int(device_bytes))
         solution = solve(chain, solver=solver, seconds=seconds)
         return make_plan(self.study.profile, budgets, chain, solution, self.signature)
 

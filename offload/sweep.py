@@ -85,7 +85,7 @@ def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) ->
     """Median seconds of a step under ``plan``, and the most memory of any."""
     assert target.model is not None
     budget = int(plan.budgets.device_bytes)
-    limited = {} if budget >= NO_LIMIT else {"device_budget": budget}
+    limited: dict[str, Any] = {} if budget >= NO_LIMIT else {"device_budget": budget}
     times, peaks = [], []
     with (
         Session(**options, **limited) as session,

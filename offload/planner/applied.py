@@ -47,7 +47,6 @@ class Planned:
         device_budget: int | None = None,
         solver: str = "search",
     ) -> None:
-        names = find_segments(model, segments)
         self._removed = removed
         self._fixed: Fixed | None = None
         self.auto: Auto | None = None
@@ -55,6 +54,7 @@ class Planned:
             names = _names_of(plan, model)
             self._fixed = Fixed(plan)
         else:
+            names = find_segments(model, segments)
             self.auto = Auto(
                 budgets_of(tiers, device_budget),
                 slow="disk" if tiers.common.lane.host_is_device else "host",

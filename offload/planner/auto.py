@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from offload.errors import PlanError, warn_user
 from offload.planner.control import Assignment
 from offload.planner.model import Chain, Links
-from offload.planner.plan import Plan, make_plan, needs_under
+from offload.planner.plan import Plan, fits_under, make_plan, needs_under
 from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Clock, HostClock, Pass
 from offload.planner.solve import check_floor, solve
@@ -182,6 +182,10 @@ class Auto:
         study.phase += 1
         if study.phase == 1:
             check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work
+        while study.phase < len(self._phases) and not fits_under(
+            profile, self.budgets, self._phases[study.phase][0]
+        ):
+            study.phase += 1
         if study.phase == len(self._phases):
             self.replan(study, done.signature)
 

@@ -19,7 +19,7 @@ from offload.planner.solve import Solution
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Plan", "PlanRow", "make_plan", "needs_under"]
+__all__ = ["Plan", "PlanRow", "fits_under", "make_plan", "needs_under"]
 
 JSON_FORMAT = 1
 
@@ -304,18 +304,41 @@ def _laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
     return (*found, between)
 
 
-def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
-    """For the gate, while every segment goes by one action, before there is a plan."""
-    chain, entries = profile.chain(budgets), profile.entries()
+def _uniform(profile: Profile, budgets: Budgets, action: str) -> Walk:
+    """Every segment by one action; by the leanest where that is not known yet."""
+    chain = profile.chain(budgets)
     choice = []
-    for segment, _ in entries:
+    for segment in chain.segments:
         names = [o.action for o in segment.options]
         choice.append(names.index(action) if action in names else len(names) - 1)
-    walk = Walk(chain, choice)
-    rooms = caps(walk)
-    return _laid_out(
-        (visit >= 0, _need(walk, entries, i, rooms[i])) for i, (_, visit) in enumerate(entries)
-    )
+    return Walk(chain, choice)
+
+
+def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
+    """Whether a pass in which every segment goes by this action keeps to the budgets.
+
+    What is selected is not known before it was measured: at most as much again as is saved.
+    """
+    walk = _uniform(profile, budgets, action)
+    selecting = action.startswith("selective")
+    rooms = [
+        min(walk.forward_rooms[i], walk.backward_rooms[i])
+        - (segment.saved_bytes if selecting and visit >= 0 else 0.0)
+        for i, (segment, visit) in enumerate(profile.entries())
+    ]
+    return walk.feasible and min(rooms) >= 0
+
+
+def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
+    """For the gate, while every segment goes by one action, before there is a plan."""
+    walk, entries = _uniform(profile, budgets, action), profile.entries()
+    needs = []
+    for i, (segment, visit) in enumerate(entries):
+        unknown = action.startswith("selective") and walk.options[i].action != action
+        spare = segment.saved_bytes if unknown and visit >= 0 else 0.0
+        need = _need(walk, entries, i, max(0.0, caps(walk)[i] - spare))
+        needs.append((visit >= 0, need._replace(backward_bytes=need.backward_bytes + int(spare))))
+    return _laid_out(needs)
 
 
 def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Need:

@@ -61,8 +61,13 @@ def _repeated(container: tuple[str, nn.Module]) -> set[str]:
     """Names of the children that are repeated blocks."""
     name, module = container
     blocks = [(n, c) for n, c in module.named_children() if _is_block(c)]
-    counts = Counter(type(c) for _, c in blocks)
-    return {f"{name}.{n}" if name else n for n, c in blocks if counts[type(c)] > 1}
+    counts = Counter(_kind(c) for _, c in blocks)
+    return {f"{name}.{n}" if name else n for n, c in blocks if counts[_kind(c)] > 1}
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """Its class by name: a ruled module is of a subclass of that name."""
+    return type(module).__module__, type(module).__qualname__
 
 
 def _is_block(module: nn.Module) -> bool:
