@@ -6,7 +6,6 @@ import io
 import statistics
 from collections.abc import Callable, Sequence
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -60,7 +59,6 @@ class Planned:
                 slow="disk" if tiers.common.lane.host_is_device else "host",
                 min_offload_bytes=max(1, tiers.common.config.min_offload_bytes),
                 events=tiers.common.trace.events,
-                base_bytes=_base_bytes(tiers),
                 solver=solver,
             )
         scheme = self._fixed or self.auto
@@ -175,9 +173,3 @@ def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
         window_bytes=tiers.outbound.window.limit_bytes,
         prefetch_bytes=tiers.inbound.ahead.limit_bytes,
     )
-
-
-def _base_bytes(tiers: Tiers) -> Callable[[], int]:
-    if tiers.common.lane.host_is_device:
-        return lambda: 0
-    return lambda: torch.accelerator.memory_allocated()

@@ -103,7 +103,6 @@ class Auto:
         slow: the tier next to the device.
         min_offload_bytes: what is smaller stays.
         events: what was transferred, newest last.
-        base_bytes: of the device, in use by the model itself where the budget counts that.
         solver, solver_seconds: see ``solve``.
         settle: passes under a plan after which it only changes for a reason.
     """
@@ -115,7 +114,6 @@ class Auto:
         slow: str,
         min_offload_bytes: int,
         events: Callable[[], Iterable[Event]],
-        base_bytes: Callable[[], int],
         solver: str = "search",
         solver_seconds: float = 30.0,
         links: Links | None = None,
@@ -127,7 +125,6 @@ class Auto:
         self._least = min_offload_bytes
         self._events = events
         self.clock: Clock = HostClock()  # the controller's
-        self._base_bytes = base_bytes
         self._solver, self._solver_seconds = solver, solver_seconds
         self._given = links or Links()
         again, some = f"recompute+{slow}", f"selective+{slow}"
@@ -178,7 +175,6 @@ class Auto:
             seconds = self.clock.seconds(done.started, done.ended, merged(done.waits))
             study.lean_seconds = min(study.lean_seconds, seconds)
         profile.links = self._rates(counters, profile.links)
-        profile.base_bytes = max(profile.base_bytes, self._base_bytes())
         study.phase += 1
         if study.phase == 1:
             check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -125,6 +126,7 @@ class Controller:
         scheme: Scheme,
     ) -> None:
         self.hooks = hooks
+        self._model = weakref.ref(model)
         self._tiers = tiers
         self._in_step = in_step
         self._scheme = scheme
@@ -192,6 +194,9 @@ class Controller:
         tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
+        if assigned.record and not self._is_cpu:
+            self._pass.start_bytes = torch.accelerator.memory_allocated()
+            self._pass.gradient_bytes = _missing_gradients(self._model())
         gate = self._tiers.gate
         gate.needs, gate.at = assigned.needs, -1
         if assigned.limit_bytes is not None:
@@ -240,7 +245,7 @@ class Controller:
                     result = forward(*args, **kwargs)
         finally:
             self._leave(current, visit)
-        self._mark_backward(current, visit, result)
+        self._mark_backward(current, visit, rule, result)
         return result
 
     def _enter(self, current: Pass, name: str) -> Visit:
@@ -270,17 +275,17 @@ class Controller:
             with self._tiers.lock:
                 self._tiers.make_room(needs[entry].forward_bytes)
 
-    def _mark_backward(self, current: Pass, visit: Visit, result: Any) -> None:
+    def _mark_backward(self, current: Pass, visit: Visit, rule: _PlannedRule, result: Any) -> None:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         marked = False
         for output in outputs:
             if output.requires_grad and output.grad_fn is not None:
-                output.register_hook(lambda _: self._backward(current, visit))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda _: self._backward(current, visit, rule))  # type: ignore[no-untyped-call]
                 marked = True
         if not marked:  # nothing of it takes part in backward
             current.visits.remove(visit)
 
-    def _backward(self, current: Pass, visit: Visit) -> None:
+    def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""
         if visit.began is not None or current is not self._pass:
             return
@@ -290,6 +295,7 @@ class Controller:
             if visit.number + 1 < len(current.visits):
                 self._note_backward_peak(current, visit.number + 1)
             self._restart_peak(visit)
+            visit.gradient_bytes = _missing_gradients(rule.module())
         entry, needs = 2 * visit.number + 1, self._assignment.needs
         with self._tiers.lock:
             self._tiers.gate.at = entry if needs else -1
@@ -365,6 +371,11 @@ class Controller:
         if self._assignment.record and not self._is_cpu:
             visit = current.visits[number]
             visit.backward_peak_bytes = self._peak_above(visit.start_bytes)
+
+
+def _missing_gradients(module: nn.Module | None) -> int:
+    parameters = module.parameters() if module is not None else ()
+    return sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -113,6 +113,9 @@ class Profile:
         if [v.key for v in done.visits] != self.keys:
             return False
         rows = done.times(clock)
+        if done.start_bytes:
+            self.base_bytes = done.start_bytes
+            self._add_gradients(done)
         for known, visit, (before, *seconds) in zip(self.segments, done.visits, rows, strict=True):
             known.before_seconds = min(known.before_seconds, before)
             known.measured(visit.action, *seconds)
@@ -121,6 +124,15 @@ class Profile:
         if done.after:
             self.after = done.after
         return True
+
+    def _add_gradients(self, done: Pass) -> None:
+        """Gradients of parameters stay: those made before a segment's backward add to its peak, and
+        those outside of segments may all be.
+        """
+        made = done.gradient_bytes - sum(v.gradient_bytes for v in done.visits)
+        for visit in reversed(done.visits):
+            visit.backward_peak_bytes += max(0, made)
+            made += visit.gradient_bytes
 
     def pooled(self, segment: SegmentProfile) -> dict[str, tuple[float, float, float]]:
         """By action, the segment's seconds: the median over those that save the same."""

@@ -102,6 +102,7 @@ class Visit:
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     start_bytes: int = 0  # of the allocator, when either began
+    gradient_bytes: int = 0  # of parameters, that this backward makes
 
 
 @dataclass
@@ -113,6 +114,8 @@ class Pass:
     phase: str = ""
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
+    start_bytes: int = 0  # of the allocator
+    gradient_bytes: int = 0  # of all parameters, that this backward makes
     after: dict[int, int] = field(default_factory=dict)  # saved after the last segment
     waits: list[Interval] = field(default_factory=list)
     open: Visit | None = None

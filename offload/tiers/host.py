@@ -34,6 +34,11 @@ class HostTier:
         if pinner is None:
             self._slabs.append(engine.arena(budget_bytes))
 
+    @staticmethod
+    def padded_bytes(nbytes: int) -> int:
+        """What a slot for so many bytes takes."""
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
     @property
     def used_bytes(self) -> int:
         """Bytes of slots within the budget."""
@@ -61,7 +66,7 @@ class HostTier:
     def slot(self, nbytes: int) -> Slot | None:
         """A slot, or ``None`` where there is no room now."""
         # A slab may be larger than the budget: an engine rounds it up to whole pages.
-        padded_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        padded_bytes = self.padded_bytes(nbytes)
         if padded_bytes > self._budget_bytes:
             return self.slot_outside(nbytes) if self.outside_bytes == 0 else None
         if self.used_bytes + padded_bytes > self._budget_bytes:

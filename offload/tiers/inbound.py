@@ -41,6 +41,8 @@ class Inbound:
         if block.resident() is not None and not in_slot:
             return True
         if not self._common.gate.may_prefetch(block.segment, block.nbytes, self.early()):
+        padded_bytes = self._common.host.padded_bytes(block.nbytes)
+        if not self._common.gate.may_prefetch(block.segment, padded_bytes, self.early()):
             return False
         hold = self.ahead.reserve(block.nbytes, alone=True) if self.ahead.limit_bytes else None
         if hold is None:

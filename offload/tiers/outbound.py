@@ -168,6 +168,7 @@ class Outbound:
         started_ns = 0
         if not self._common.lane.host_is_device:
             return True
+        nbytes = self._common.host.padded_bytes(nbytes)
         while not self._has_room(nbytes):
             self._settle_copies()
             if not self._disk.writes:
