@@ -121,8 +121,8 @@ class Profile:
             known.measured(visit.action, *seconds)
             _note_bytes(known, visit)
         self.turn_seconds = min(self.turn_seconds, done.turn_seconds(clock))
-        if done.after:
-            self.after = done.after
+        if done.phase.startswith("recompute") and done.after:
+            self.after = done.after  # its numbers are those of the same pass's segments
         return True
 
     def _add_gradients(self, done: Pass) -> None:
@@ -198,7 +198,8 @@ class Profile:
         seconds = self.pooled(s)
         base_forward, base_backward = _base_seconds(seconds)
         saved, shared = owners.saved_bytes(i), owners.shared_bytes(i)
-        peak = max(0, s.forward_peak_bytes - saved)
+        later = owners.later_bytes(i)
+        peak = max(later, s.forward_peak_bytes - saved)
         lean = min(s.forward_peak_bytes, saved)  # where nothing that is saved stays
         options = _Options(self, seconds, owners, i, (base_forward, base_backward), lean).all()
         return Segment(
@@ -208,7 +209,7 @@ class Profile:
             saved,
             options,
             forward_bytes=peak,
-            backward_bytes=max(0, s.backward_peak_bytes - saved),
+            backward_bytes=max(later, s.backward_peak_bytes - saved),
             shared_bytes=shared,
         )
 
@@ -222,9 +223,10 @@ class _Owners:
 
     def __init__(self, profile: Profile) -> None:
         self._segments = profile.segments
-        self._gaps: set[int] = set(profile.after)
-        for s in profile.segments:
-            self._gaps.update(s.before)
+        self._gaps: dict[int, int] = {}  # the segment that follows, by storage
+        gaps = [*(s.before for s in profile.segments), profile.after]
+        for i, gap in enumerate(gaps):
+            self._gaps.update(dict.fromkeys((k for k in gap if k not in self._gaps), i))
         self._last: dict[int, int] = {}
         for i, s in enumerate(profile.segments):
             self._last.update(dict.fromkeys(s.saved, i))
@@ -243,6 +245,11 @@ class _Owners:
 
     def saved_bytes(self, i: int) -> int:
         return sum(self.own(i))
+
+    def later_bytes(self, i: int) -> int:
+        """What segment ``i`` saves and what follows it owns: there while it runs, all the same."""
+        saved = self._segments[i].saved.items()
+        return sum(n for k, n in saved if self._gaps.get(k, self._last[k]) > i)
 
     def shared_bytes(self, i: int) -> int:
         """Of those, what the segment before saves too."""
