@@ -217,14 +217,24 @@ class Hooks:
         if storage._cdata in self.held:
             return Placement.KEEP
         if self._asked.left_bytes is not None and placement is not Placement.KEEP:
-            if nbytes > self._asked.left_bytes:
-                placement = Placement.KEEP
-            elif not self._tiers.live.counts(storage):  # else it is counted already
-                self._asked.left_bytes -= nbytes
+            placement = self._partly(placement, storage, tensor._version)
         if placement is Placement.HOST and tensor.is_cpu:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
             return Placement.DISK if tensor.is_cpu else Placement.HOST
+        return placement
+
+    def _partly(
+        self, placement: Placement, storage: torch.UntypedStorage, version: int
+    ) -> Placement:
+        """``placement`` as long as there are bytes left for it; one storage has one place."""
+        asked, nbytes = self._asked, storage.nbytes()
+        assert asked.left_bytes is not None
+        if (storage._cdata, version) in self._blocks:
+            return placement
+        if nbytes > asked.left_bytes or self._tiers.live.counts(storage):
+            return Placement.KEEP
+        asked.left_bytes -= nbytes
         return placement
 
     def _may_keep(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
@@ -234,8 +244,8 @@ class Hooks:
             return True
         with tiers.lock:
             new = tiers.common.lane.host_is_device and not tiers.live.counts(storage)
-            new_bytes = (nbytes if new else 0) - tiers.outbound.leaving_bytes
-            return gate.may_keep(self._asked.segment, new_bytes)
+            leaving_bytes = tiers.outbound.leaving_bytes
+            return gate.may_keep(self._asked.segment, nbytes if new else 0, leaving_bytes)
 
     def _kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes

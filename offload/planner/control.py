@@ -198,7 +198,7 @@ class Controller:
             self._pass.start_bytes = torch.accelerator.memory_allocated()
             self._pass.gradient_bytes = _missing_gradients(self._model())
         gate = self._tiers.gate
-        gate.needs, gate.at = assigned.needs, -1
+        gate.begin(assigned.needs)
         if assigned.limit_bytes is not None:
             gate.limit_bytes = assigned.limit_bytes
         return self._pass

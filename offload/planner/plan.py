@@ -349,6 +349,8 @@ def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Ne
         backward_bytes=int(_appears(walk, i)),
         room_bytes=int(min(room, 1 << 60)),
         reserve_bytes=int(_reserve(walk, entries, i)),
+        # Small storages and what a later segment owns are kept here as well.
+        keep_bytes=int(option.resident_bytes + segment.forward_bytes + segment.shared_bytes),
     )
 
 

@@ -290,7 +290,7 @@ class _Options:
         if profile.slow == "host" and profile.links.disk_write and profile.links.disk_read:
             tiers.append("disk")
         saved = sum(self._own)
-        made = [self._option("keep", saved, [], saved, holds_output=True)]
+        made = [self._option("keep", saved, [], saved)]
         shares = _FRACTIONS if len(profile.segments) < _FRACTIONS_BELOW else ()
         for tier in tiers:
             made += [self._partly(tier, share) for share in shares if len(self._own) > 1]
@@ -325,8 +325,6 @@ class _Options:
         resident: int,
         leaving: Sequence[int],
         present: int,
-        *,
-        holds_output: bool = False,
     ) -> Option:
         away = sum(leaving)
         on_cpu = self._profile.slow == "disk"
@@ -354,8 +352,8 @@ class _Options:
             working_bytes=self._s.extra_bytes if kind == "selective" else 0,
             forward_seconds=ahead,
             backward_seconds=back,
-            holds_output=holds_output,
-            frees_input=not holds_output,
+            holds_output=kind == "keep" or name != action,  # its result is what it saves last
+            frees_input=away > 0,  # and its input what it saves first
         )
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:

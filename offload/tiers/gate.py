@@ -19,6 +19,7 @@ class Need(NamedTuple):
     backward_bytes: int  # that appear while its backward runs
     room_bytes: int  # what may be there early, of segments before it, while its backward runs
     reserve_bytes: int  # that segments after it need at some time, beyond all that is kept
+    keep_bytes: int = 0  # that it is planned to keep
 
 
 class Gate:
@@ -39,6 +40,7 @@ class Gate:
         self.planned = False  # whether something else decides what stays
         self.needs: Sequence[Need] = ()
         self.at = -1  # the segment whose backward runs; -1: none has begun
+        self._kept: dict[int, int] = {}  # bytes, by segment
         self._used = used
 
     @property
@@ -50,15 +52,23 @@ class Gate:
         """Whether so many more bytes stay within the limit."""
         return self.limit_bytes is None or self._used() + nbytes <= self.limit_bytes
 
-    def may_keep(self, segment: int, nbytes: int) -> bool:
-        """Whether what is about to be kept, and is there already, leaves enough for what follows.
+    def begin(self, needs: Sequence[Need]) -> None:
+        """A forward begins that ``needs`` is true of."""
+        self.needs, self.at = needs, -1
+        self._kept.clear()
 
-        Where a plan is right the answer is yes; where a segment saves more than was measured,
-        something has to leave after all.
+    def may_keep(self, segment: int, nbytes: int, leaving_bytes: int) -> bool:
+        """Whether so many bytes more may stay: as planned, or with enough left for what follows.
+
+        Where a segment saves more than was measured, something has to leave after all.
         """
         if self.limit_bytes is None or not 0 <= segment < len(self.needs):
             return True
-        return self._used() + nbytes + self.needs[segment].reserve_bytes <= self.limit_bytes
+        need = self.needs[segment]
+        kept_bytes = self._kept[segment] = self._kept.get(segment, 0) + nbytes
+        if kept_bytes <= need.keep_bytes:
+            return True
+        return self._used() - leaving_bytes + nbytes + need.reserve_bytes <= self.limit_bytes
 
     def may_prefetch(self, segment: int, nbytes: int, early: Iterable[tuple[int, int]]) -> bool:
         """Whether bytes of ``segment`` may come back now. See Note: the reserve rule.
