@@ -16,7 +16,7 @@ from offload.errors import PlanError
 from offload.planner.applied import Planned, budgets_of
 from offload.planner.auto import MARGIN, Auto, Study
 from offload.planner.model import Chain, predict
-from offload.planner.plan import Plan, make_plan
+from offload.planner.plan import Plan, make_plan, uniform_choice
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution, lower_bound, solve
 from offload.session import Session
@@ -62,10 +62,7 @@ class Measurement:
     def uniform(self, action: str) -> Plan:
         """The plan of one action for every segment, within no limit of memory."""
         chain = self.chain(NO_LIMIT)
-        choice = tuple(
-            next((k for k, o in enumerate(s.options) if o.action == action), 0)
-            for s in chain.segments
-        )
+        choice = uniform_choice(chain, action)
         seconds = predict(chain, choice).seconds
         solution = Solution(choice, seconds, lower_bound(chain), 0.0, "given")
         budgets = replace(self.budgets, device_bytes=NO_LIMIT)

@@ -11,19 +11,21 @@ budget was passed, and where plain recomputation was measured to be faster.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from offload.errors import PlanError, warn_user
 from offload.planner.control import Assignment
-from offload.planner.model import Chain, Links
-from offload.planner.plan import Plan, fits_under, make_plan, needs_under
+from offload.planner.model import Chain, Links, predict
+from offload.planner.plan import Plan, fits_under, make_plan, needs_under, uniform_choice
 from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Clock, HostClock, Pass
-from offload.planner.solve import check_floor, solve
+from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
 from offload.trace import Event, merged, total_ns
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 __all__ = ["MARGIN", "Auto", "Fixed", "Study"]
 
@@ -32,6 +34,7 @@ _PATIENCE = 3  # passes in a row that wait, before a plan is made again
 _REPLANS = 5  # for one shape
 _WAITING = 0.05  # of a pass, beyond the predicted stalls
 MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
+_SLOWER = 1.05  # than everything recomputed: then that
 _LEAST_BYTES = 1 << 20  # of transfers, to tell a rate from
 
 
@@ -59,6 +62,7 @@ class Study:
     margin_bytes: int = 0
     lean_seconds: float = float("inf")
     measured: list[Measured] = field(default_factory=list)
+    fell_back: bool = False
 
 
 class Fixed:
@@ -210,6 +214,8 @@ class Auto:
             return
         if study.plans > _ESTIMATING + _REPLANS:
             return
+        if self._fall_back(study, done.signature):
+            return
         over = found.peak_bytes - int(plan.budgets.device_bytes)
         predicted = sum(row.stall_seconds for row in plan.rows)
         late = found.stall_seconds - predicted > _WAITING * plan.seconds
@@ -228,6 +234,30 @@ class Auto:
                 f"{format_bytes(max(0, over))}, and no plan needs less: {e}"
             )
             study.plans = _ESTIMATING + _REPLANS + 1
+
+    def _fall_back(self, study: Study, signature: str) -> bool:
+        """Recompute everything, where that was measured to be faster than the plan is."""
+        plan, newest = study.plan, study.measured[-_PATIENCE:]
+        assert plan is not None
+        if len(newest) < _PATIENCE or study.fell_back:
+            return False
+        seconds = statistics.median(m.seconds for m in newest)
+        if seconds <= _SLOWER * study.lean_seconds:
+            return False
+        chain = study.profile.chain(self.budgets)
+        for action in ("recompute", f"recompute+{self._slow}"):
+            choice = uniform_choice(chain, action)
+            predicted = predict(chain, choice).seconds
+            if math.isfinite(predicted):
+                solution = Solution(choice, predicted, plan.bound_seconds, plan.gap, "fallback")
+                made = make_plan(study.profile, self.budgets, chain, solution, signature)
+                note = (
+                    f"the plan took {format_seconds(seconds)} a step, everything recomputed "
+                    f"{format_seconds(study.lean_seconds)}: recomputing instead"
+                )
+                study.plan, study.fell_back = replace(made, notes=(*made.notes, note)), True
+                return True
+        return False
 
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""

@@ -19,7 +19,7 @@ from offload.planner.solve import Solution
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Plan", "PlanRow", "fits_under", "make_plan", "needs_under"]
+__all__ = ["Plan", "PlanRow", "fits_under", "make_plan", "needs_under", "uniform_choice"]
 
 JSON_FORMAT = 1
 
@@ -305,13 +305,9 @@ def _laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
 
 
 def _uniform(profile: Profile, budgets: Budgets, action: str) -> Walk:
-    """Every segment by one action; by the leanest where that is not known yet."""
+    """Every segment by one action."""
     chain = profile.chain(budgets)
-    choice = []
-    for segment in chain.segments:
-        names = [o.action for o in segment.options]
-        choice.append(names.index(action) if action in names else len(names) - 1)
-    return Walk(chain, choice)
+    return Walk(chain, uniform_choice(chain, action))
 
 
 def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
@@ -375,13 +371,15 @@ def _reserve(walk: Walk, entries: list[tuple[Any, int]], i: int) -> float:
     return most
 
 
+def uniform_choice(chain: Chain, action: str) -> tuple[int, ...]:
+    """The same option for every segment; the leanest for one that does not offer it."""
+    names = ([o.action for o in s.options] for s in chain.segments)
+    return tuple(n.index(action) if action in n else len(n) - 1 for n in names)
+
+
 def _recompute_seconds(chain: Chain) -> float | None:
     """Of plain checkpointing: every segment recomputed, its inputs kept."""
-    choice = [
-        next((k for k, o in enumerate(s.options) if o.action == "recompute"), 0)
-        for s in chain.segments
-    ]
-    seconds = predict(chain, choice).seconds
+    seconds = predict(chain, uniform_choice(chain, "recompute")).seconds
     return seconds if math.isfinite(seconds) else None
 
 

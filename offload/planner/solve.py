@@ -35,6 +35,10 @@ _STARTS = 6  # shapes that are improved, of short chains
 _WORK = 256  # segments times starts, of long ones
 _ROUNDS = 60  # of improvement, at most
 _SWAP_DISTANCES = (1, 2, 3, 5, 8, 13)
+_WORTH_MORE = 1.003  # of the bound: beyond it the search goes on
+_WALKS = 192
+_MOST_ROUNDS = 400
+_ANNEALING_WORK = 6000  # segments times rounds
 _BETTER = 1 - 1e-9
 
 
@@ -156,7 +160,37 @@ def search(chain: Chain) -> tuple[tuple[int, ...], float]:
         improved, seconds = _improve(evaluate, start)
         if seconds < best * _BETTER:
             best, choice = seconds, improved
+    if best > good_enough * _WORTH_MORE and math.isfinite(best):
+        choice, best = _anneal(evaluate, choice, best)
     return tuple(choice.tolist()), best
+
+
+def _anneal(evaluate: Evaluator, start: Tensor, seconds: float) -> tuple[Tensor, float]:
+    """Many walks at once from the best plan, each taking a random step that makes it slower with a
+    chance that falls; then the best plan that any has seen is improved once more.
+    """
+    generator = torch.Generator().manual_seed(0)  # the same chain gives the same plan
+    length, walks = len(start), torch.arange(_WALKS)
+    widths = torch.tensor(evaluate.widths)
+    current, times = start.repeat(_WALKS, 1), torch.full((_WALKS,), seconds, dtype=torch.float64)
+    best, choice = seconds, start
+    rounds = max(40, min(_MOST_ROUNDS, _ANNEALING_WORK // length))
+    for number in range(rounds):
+        tried = current.clone()
+        i, j = torch.randint(length, (2, _WALKS), generator=generator)
+        drawn = torch.rand(3, _WALKS, generator=generator, dtype=torch.float64)
+        swap = (drawn[0] < 0.4) & (current[walks, j] < widths[i]) & (current[walks, i] < widths[j])
+        fresh = (drawn[1] * widths[i]).long()
+        tried[walks, i] = torch.where(swap, current[walks, j], fresh)
+        tried[walks, j] = torch.where(swap, current[walks, i], tried[walks, j])
+        found = evaluate(tried)
+        heat = seconds * 0.01 * 0.01 ** (number / rounds)  # from a hundredth of the time
+        taken = found < times - heat * drawn[2].log()
+        current[taken], times[taken] = tried[taken], found[taken]
+        k = int(times.argmin())
+        if float(times[k]) < best * _BETTER:
+            best, choice = float(times[k]), current[k].clone()
+    return _improve(evaluate, choice)
 
 
 def _shapes(chain: Chain) -> Tensor:
