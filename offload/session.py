@@ -17,9 +17,9 @@ from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import HookPair, Hooks
 from offload.lanes import Lane
 from offload.placement import Policy, offload_all
-from offload.recompute.drift import RecomputeReport
 from offload.planner.applied import Planned
 from offload.planner.plan import Plan
+from offload.recompute.drift import RecomputeReport
 from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport

@@ -83,6 +83,7 @@ class _PlannedRule(Rule):
 
     def __init__(self, name: str, module: nn.Module, controller: Controller) -> None:
         super().__init__(module, Action.KEEP, controller.hooks.placed)
+        self.module = weakref.ref(module)
         self.name = name
         self._controller = controller
         self._selective: ContextFn | None = None
