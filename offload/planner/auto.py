@@ -30,6 +30,7 @@ from offload.units import format_bytes, format_seconds
 __all__ = ["MARGIN", "Auto", "Fixed", "Study"]
 
 _ESTIMATING = 2  # plans that are made to measure what could only be estimated
+_YOUNG = 8  # passes under plans whose peak is looked at
 _PATIENCE = 3  # passes in a row that wait, before a plan is made again
 _REPLANS = 5  # for one shape
 _WAITING = 0.05  # of a pass, beyond the predicted stalls
@@ -153,7 +154,8 @@ class Auto:
             study = self.studies[signature] = Study(Profile(self._slow, self._least))
         self.newest = study
         if study.plan is not None:
-            return assignment_of(study.plan)
+            young = len(study.measured) < _YOUNG
+            return replace(assignment_of(study.plan), watch_peak=young)
         action, record = self._phases[study.phase]
         known = bool(study.profile.segments)
         return Assignment(
@@ -196,9 +198,7 @@ class Auto:
 
     def replan(self, study: Study, signature: str) -> None:
         """Make the plan from what is known now."""
-        margin = MARGIN * self.budgets.device_bytes + study.margin_bytes
-        chain = study.profile.chain(self.budgets)
-        chain = replace(chain, device_bytes=chain.device_bytes - margin)
+        chain = self.chain_of(study, self.budgets)
         solution = solve(chain, solver=self._solver, seconds=self._solver_seconds)
         study.plan = make_plan(study.profile, self.budgets, chain, solution, signature)
         study.plans += 1
@@ -209,25 +209,28 @@ class Auto:
         assert plan is not None
         found = _measured(done, counters)
         study.measured.append(found)
+        over = found.peak_bytes - int(plan.budgets.device_bytes)
+        study.margin_bytes += max(0, over)
         if study.plans <= _ESTIMATING:
-            self.replan(study, done.signature)
+            self._replan(study, done.signature, over)
             return
         if study.plans > _ESTIMATING + _REPLANS:
             return
         if self._fall_back(study, done.signature):
             return
-        over = found.peak_bytes - int(plan.budgets.device_bytes)
         predicted = sum(row.stall_seconds for row in plan.rows)
         late = found.stall_seconds - predicted > _WAITING * plan.seconds
         study.waited = study.waited + 1 if late else 0
-        if over > 0 and self._slow == "disk":
-            study.margin_bytes += over
-        elif study.waited >= _PATIENCE:
-            study.profile.links = self._rates(counters, Links())
-        else:
+        if over <= 0 and study.waited < _PATIENCE:
             return
+        if study.waited >= _PATIENCE:
+            study.profile.links = self._rates(counters, Links())
+        self._replan(study, done.signature, over)
+
+    def _replan(self, study: Study, signature: str, over: int) -> None:
+        """Again, if that is possible; else the plan stays."""
         try:
-            self.replan(study, done.signature)
+            self.replan(study, signature)
         except PlanError as e:
             warn_user(
                 f"the budget of {format_bytes(self.budgets.device_bytes)} was passed by "
@@ -262,7 +265,8 @@ class Auto:
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""
         chain = study.profile.chain(budgets)
-        return replace(chain, device_bytes=chain.device_bytes - MARGIN * budgets.device_bytes)
+        margin = MARGIN * budgets.device_bytes + study.margin_bytes
+        return replace(chain, device_bytes=chain.device_bytes - margin)
 
 
 def _measured(done: Pass, counters: Counters) -> Measured:
@@ -272,7 +276,7 @@ def _measured(done: Pass, counters: Counters) -> Measured:
     )
     return Measured(
         seconds=seconds,
-        peak_bytes=counters.peak_live_bytes,
+        peak_bytes=done.peak_bytes or counters.peak_live_bytes,
         stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
         misses=counters.misses + counters.lates,
         moved_bytes=counters.offloaded_bytes,

@@ -57,6 +57,8 @@ class Assignment:
         limit_bytes: the budget of device memory; ``None``: the session's.
         phase: what this forward is for.
         record: whether to write down bytes as well as times.
+        watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
+            starts its peak anew, as ``record`` does.
     """
 
     actions: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Assignment:
     limit_bytes: int | None = None
     phase: str = ""
     record: bool = False
+    watch_peak: bool = False
 
 
 class Scheme(Protocol):
@@ -198,6 +201,8 @@ class Controller:
         if assigned.record and not self._is_cpu:
             self._pass.start_bytes = torch.accelerator.memory_allocated()
             self._pass.gradient_bytes = _missing_gradients(self._model())
+        if assigned.watch_peak and not self._is_cpu:
+            torch.accelerator.reset_peak_memory_stats()
         gate = self._tiers.gate
         gate.begin(assigned.needs)
         if assigned.limit_bytes is not None:
@@ -212,6 +217,8 @@ class Controller:
         if done.visits and done.visits[0].began is not None:
             done.ended = ended
             self._note_backward_peak(done, 0)
+        if self._assignment.watch_peak and not self._is_cpu:
+            done.peak_bytes = torch.accelerator.max_memory_allocated()
         done.waits = list(self._counters.waits)
         self._scheme.finished(done, self._counters)
 

@@ -115,6 +115,7 @@ class Pass:
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
     start_bytes: int = 0  # of the allocator
+    peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes
     after: dict[int, int] = field(default_factory=dict)  # saved after the last segment
     waits: list[Interval] = field(default_factory=list)
