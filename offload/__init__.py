@@ -19,9 +19,9 @@ import torch._dynamo
 from offload.config import Config
 from offload.errors import OffloadError, StorageError
 from offload.placement import Placement, SavedTensor
-from offload.profiler import profile
 from offload.planner.plan import Plan
 from offload.planning import plan
+from offload.profiler import profile
 from offload.recompute import checkpoint, checkpoint_sequential, selective
 from offload.report import StepReport
 from offload.session import Session

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from offload import __version__, demo, merge_traces
+from offload import __version__, demo, merge_traces, plan_command, sweep
 from offload.probe.command import command as probe
 from offload.profiler import command as profiler_command
 from offload.tuner.command import command as tune
-from offload import __version__, demo, plan_command, sweep
 
 __all__ = ["main"]
 

@@ -138,11 +138,6 @@ class Config:
         budget_scope: ``"node"``: the two budgets are those of this machine, and divided by the
             processes on it (``$LOCAL_WORLD_SIZE``, which torchrun sets). ``"rank"``: they are those
             of this process.
-        disk_budget: most bytes of that file. ``None``: what the file system has.
-        host_budget: most bytes of host memory that hold copies on their way out or back.
-            ``None``: ``window_bytes + prefetch_bytes`` on ``"cpu"``; with an accelerator, half of
-            what is available now, divided by the processes on this machine
-            (``$LOCAL_WORLD_SIZE``). It is taken and pinned as need grows.
         device_budget: most bytes of device memory. On an accelerator of all that its allocator has
             given out; on ``"cpu"`` of saved activations with the host memory above. A plan keeps
             to it by what it chooses (``Session.apply``); without one, whatever would pass it
@@ -231,7 +226,8 @@ class Config:
             return self.host_budget // self._shares
         windows_bytes = self.window_bytes + self.prefetch_bytes
         if self.device.type == "cpu":
-            return windows_bytes
+            # A slab costs nothing until it is touched, and the budget counts what is.
+            return max(windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2))
         return max(windows_bytes, available_memory_bytes() // 2 // local_processes())
 
     @property
@@ -242,9 +238,6 @@ class Config:
     @property
     def _shares(self) -> int:
         return local_processes() if self.budget_scope == "node" else 1
-            # A slab costs nothing until it is touched, and the budget counts what is.
-            return max(windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2))
-        return max(windows_bytes, available_memory_bytes() // 2 // _local_processes())
 
     @property
     def heap_trim_bytes(self) -> int:

@@ -172,15 +172,6 @@ class Hooks:
             return self._kept("view", nbytes)
         if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor):
             return self._pack_part(tensor, nbytes)
-        placement = self._asked.placement
-        if placement is None:
-            placement = self._policy(
-                SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
-            )
-            if not isinstance(placement, Placement):
-                raise TypeError(f"the policy returned {placement!r}; return a Placement")
-        if placement is Placement.KEEP or (placement is Placement.HOST and tensor.is_cpu):
-            return self._kept("kind", nbytes)
         placement = self._placement(tensor, storage, nbytes)
         if placement is Placement.KEEP:
             self._tiers.saw(tensor.device)
@@ -203,6 +194,7 @@ class Hooks:
             return self._kept("kind", nbytes)
         packed = self._pack(part)
         return Wrapper(tensor, packed) if packed is not None else None
+
     def _placement(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
     ) -> Placement:

@@ -3,9 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn, overload
 
@@ -222,6 +221,7 @@ class Session:
             [2.0, 2.0, 1.0]
         """
         self._reporter.add(steps, callback)
+
     def _plan(
         self,
         model: torch.nn.Module,

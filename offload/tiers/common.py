@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+
 import torch
 
 from offload.config import Config

@@ -40,7 +40,6 @@ class Inbound:
         in_slot = lane.host_is_device and block.state is not State.DISK
         if block.resident() is not None and not in_slot:
             return True
-        if not self._common.gate.may_prefetch(block.segment, block.nbytes, self.early()):
         padded_bytes = self._common.host.padded_bytes(block.nbytes)
         if not self._common.gate.may_prefetch(block.segment, padded_bytes, self.early()):
             return False

@@ -22,7 +22,7 @@ from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
-from offload.trace import now_ns, ranged
+from offload.trace import Subject, now_ns, ranged
 
 
 class _Leaving(NamedTuple):
@@ -78,7 +78,6 @@ class Outbound:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
         more.
         """
-        started_ns = 0
         while not self._has_room(nbytes):
             if self._copies:  # the device waits, not the host
                 self._settle_oldest_copy()
@@ -87,12 +86,10 @@ class Outbound:
             elif self._tail_bytes:
                 self.shrink_tail(0)
             elif self._common.lane.host_is_device and self._disk.writes:
-                started_ns = started_ns or now_ns()
-                self._disk.settle_first(self._disk.writes)
+                with self._common.waiting("backpressure", Subject):
+                    self._disk.settle_first(self._disk.writes)
             else:
                 break
-        if started_ns:
-            self._common.waited("backpressure_ns", started_ns)
 
     @property
     def leaving_bytes(self) -> int:
@@ -139,12 +136,8 @@ class Outbound:
             reason = "error" if self._common.error is not None else "budget"
             counters.kept_bytes[reason] += block.nbytes
             return
-        room = self._room(block)
-        if lane.host_is_device:  # the original and its slot are both there for a moment
-            self._make_room_for_slot(block.nbytes)
-        room = self._room(block.nbytes)
         # Where the device is host memory, original and slot are both there for a moment.
-        room = self._room(block.nbytes) if self._room_for_slot(block.nbytes) else None
+        room = self._room(block) if self._room_for_slot(block) else None
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
@@ -163,20 +156,17 @@ class Outbound:
         counters.offloaded_bytes += block.nbytes
         self._settle_copies()
 
-    def _room_for_slot(self, nbytes: int) -> bool:
+    def _room_for_slot(self, block: Block) -> bool:
         """Whether the budget has room for a copy; waits for others to leave."""
-        started_ns = 0
         if not self._common.lane.host_is_device:
             return True
-        nbytes = self._common.host.padded_bytes(nbytes)
+        nbytes = self._common.host.padded_bytes(block.nbytes)
         while not self._has_room(nbytes):
             self._settle_copies()
             if not self._disk.writes:
                 break
-            started_ns = started_ns or now_ns()
-            self._disk.settle_first(self._disk.writes)
-        if started_ns:
-            self._common.waited("backpressure_ns", started_ns)
+            with self._common.waiting("backpressure", block.about):
+                self._disk.settle_first(self._disk.writes)
         return self._has_room(nbytes)
 
     def _has_room(self, nbytes: int) -> bool:

@@ -21,17 +21,14 @@ LAYERS = [
     {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"distributed"},
-    {"hooks", "prefetch", "recompute", "report", "tiers"},
     {"planner"},
     {"session"},
     {"integrations", "measure", "planning"},
     {"workloads"},
     {"targets", "tuner"},
-    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
-    {"targets"},
     {"plan_command"},
     {"sweep"},
-    {"__main__", "__init__", "demo"},
+    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

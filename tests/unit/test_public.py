@@ -13,7 +13,7 @@ def test_public_names() -> None:
     assert set(offload.__all__) == {
         "Config", "OffloadError", "Placement", "SavedTensor", "Session", "StepReport",
         "StorageError", "checkpoint", "checkpoint_sequential", "profile", "selective", "tune",
-        "StorageError", "checkpoint", "checkpoint_sequential", "selective", "Plan", "plan",
+        "Plan", "plan",
     }  # fmt: skip
     assert all(hasattr(offload, name) for name in offload.__all__)
     assert len(offload.__all__) <= 15
