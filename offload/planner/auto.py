@@ -287,7 +287,7 @@ def _measured(done: Pass, counters: Counters) -> Measured:
 def _links(events: Iterable[Event], known: Links, given: Links) -> Links:
     """Bytes a second of each way, while it was busy; newest where there is enough to tell."""
     names = {
-        "link_out": "copy_out", "link_in": "copy_in", "disk_write": "write", "disk_read": "read",
+        "link_out": "offload", "link_in": "reload", "disk_write": "spill", "disk_read": "fetch",
     }  # fmt: skip
     listed = list(events)
     rates: dict[str, float | None] = {}
