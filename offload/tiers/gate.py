@@ -84,8 +84,10 @@ class Gate:
             return False
         if not self.needs and self.planned:
             return False  # nothing is known yet: what is wanted comes when it is wanted
-        if not self.needs or self.at < 0 or segment < 0:
+        if not self.needs or segment < 0:
             return True
+        if self.at < 0:
+            return False  # what the segment that backward begins with needs comes first
         before = [0] * (self.at + 1)  # bytes of segments before each
         for owner, held_bytes in early:
             if 0 <= owner < self.at:
