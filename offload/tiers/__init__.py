@@ -160,7 +160,7 @@ class Tiers:
         """``storage`` is saved and stays."""
         with self.lock:
             if self.common.live.track(storage) and not self.in_child:
-                self.outbound.make_room(0)
+                self.outbound.make_room_for_next(storage.nbytes())
             self.common.sample()
 
     def uncount(self, storage: torch.UntypedStorage) -> None:

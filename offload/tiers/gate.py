@@ -40,7 +40,9 @@ class Gate:
         self.planned = False  # whether something else decides what stays
         self.needs: Sequence[Need] = ()
         self.at = -1  # the segment whose backward runs; -1: none has begun
+        self.runs = -1  # the segment whose forward runs; -1: none, or no plan is in force
         self._kept: dict[int, int] = {}  # bytes, by segment
+        self._largest: dict[int, int] = {}  # bytes of a storage, by the segment that saves it
         self._used = used
 
     @property
@@ -54,8 +56,18 @@ class Gate:
 
     def begin(self, needs: Sequence[Need]) -> None:
         """A forward begins that ``needs`` is true of."""
-        self.needs, self.at = needs, -1
+        if needs is not self.needs:
+            self._largest.clear()
+        self.needs, self.at, self.runs = needs, -1, -1
         self._kept.clear()
+
+    def note(self, nbytes: int) -> int:
+        """A storage of ``nbytes`` was saved: the largest of the segment that runs, or of all while
+        that one is new.
+        """
+        known = self._largest.get(self.runs)
+        self._largest[self.runs] = max(nbytes, known or 0)
+        return self._largest[self.runs] if known is not None else max(self._largest.values())
 
     def may_keep(self, segment: int, nbytes: int, leaving_bytes: int) -> bool:
         """Whether so many bytes more may stay: as planned, or with enough left for what follows.

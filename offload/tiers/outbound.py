@@ -72,7 +72,14 @@ class Outbound:
         planned = self._common.gate.planned
         keep_bytes = self._common.config.keep_last_bytes if not planned else 0
         self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
-        self.make_room(0)
+        self.make_room_for_next(block.nbytes)
+
+    def make_room_for_next(self, nbytes: int) -> None:
+        """After ``nbytes`` were saved. On the cpu a storage counts from when it is saved, and then
+        it is too late to make room for it: the next may be as large as any of its segment.
+        """
+        largest_bytes = self._common.gate.note(nbytes)
+        self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
 
     def make_room(self, nbytes: int) -> None:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any

@@ -84,3 +84,11 @@ def test_exact_is_no_worse_than_search() -> None:
     assert exact.seconds <= found.seconds
     assert exact.gap <= found.gap
     assert exact.bound_seconds == found.bound_seconds
+
+
+def test_what_fits_is_kept_even_if_others_seem_as_fast() -> None:
+    free = Option("disk", offload_bytes=8, present_bytes=8)
+    keep = Option("keep", resident_bytes=8, present_bytes=8)
+    layers = tuple(Segment(str(i), 1.0, 2.0, 8, (free, keep)) for i in range(4))
+    found = solve(Chain(layers, device_bytes=100))
+    assert found.choice == (1, 1, 1, 1)

@@ -1,0 +1,46 @@
+"""The budget of device memory: what may stay, and what may come back early."""
+
+from offload.tiers.gate import Gate, Need
+
+
+def need(**fields: int) -> Need:
+    names = ("forward_bytes", "backward_bytes", "room_bytes", "reserve_bytes", "keep_bytes")
+    return Need(**{name: fields.get(name, 0) for name in names})
+
+
+def test_the_largest_storage_to_come_is_that_of_its_segment() -> None:
+    gate, needs = Gate(lambda: 0), (need(), need())
+    gate.begin(needs)
+    gate.runs = 0
+    assert [gate.note(n) for n in (10, 30, 20)] == [10, 30, 30]
+    gate.runs = 1
+    assert [gate.note(n) for n in (5, 5)] == [30, 5], "new: as large as any, then its own"
+    gate.begin(needs)
+    gate.runs = 0
+    assert gate.note(10) == 30, "the same needs: the same segments"
+    gate.begin((need(), need()))
+    gate.runs = 0
+    assert gate.note(10) == 10
+
+
+def test_what_comes_early_leaves_room_for_every_segment_in_between() -> None:
+    gate = Gate(lambda: 0)
+    gate.limit_bytes = 100
+    gate.begin(tuple(need(room_bytes=n) for n in (50, 20, 50, 50)))
+    assert not gate.may_prefetch(0, 10, []), "backward has not begun"
+    gate.at = 3
+    assert gate.may_prefetch(0, 20, []) and not gate.may_prefetch(0, 21, [])
+    assert gate.may_prefetch(1, 50, []), "only those after it count"
+    assert not gate.may_prefetch(1, 50, [(0, 1)])
+    assert not gate.may_prefetch(1, 101, [])
+    gate.limit_bytes = None
+    assert gate.may_prefetch(0, 1 << 40, [])
+
+
+def test_what_is_planned_to_stay_may_stay() -> None:
+    gate = Gate(lambda: 60)
+    gate.limit_bytes = 100
+    gate.begin((need(keep_bytes=50, reserve_bytes=30),))
+    assert gate.may_keep(0, 50, 0)
+    assert not gate.may_keep(0, 11, 0), "more than planned, and 30 are needed later"
+    assert gate.may_keep(0, 11, 1)
