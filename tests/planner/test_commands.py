@@ -54,6 +54,14 @@ def test_predictions_alone() -> None:
     assert "recompute all" in done.output
 
 
+def test_what_is_too_small_to_leave_is_measured_too() -> None:
+    done = run("sweep", "gpt-tiny", "--points", "1", "--steps", "1", "--json")
+    assert done.exit_code == 0, done.output
+    plain, again, *_ = json.loads(done.stdout)["points"]
+    assert plain["measured_bytes"] == pytest.approx(plain["predicted_bytes"], rel=0.05)
+    assert again["measured_bytes"] == pytest.approx(again["predicted_bytes"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
