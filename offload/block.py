@@ -324,10 +324,13 @@ class Block:
     def resident(self) -> torch.UntypedStorage | None:
         """The device storage if there is one: held here, or kept alive by somebody else. Whoever
         is going to use it asks ``serve``.
+
+        The original goes first. Somebody may have written to it without torch's notice (NumPy, a
+        normalisation to its running statistics), and backward without a session would see that.
         """
-        if self._device is not None:
+        if self.state in (State.LIVE, State.OFFLOADING):
             return self._device
-        for ref in (self._device_ref, self._origin):
+        for ref in (self._origin, self._device_ref):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             # FSDP empties the storages of parameters; nothing of that kind becomes a block, but
             # look anyway.

@@ -10,6 +10,7 @@ import torch
 
 import offload
 from offload import Session
+from tests.doubles import LazyEngine
 from tests.support import assert_same, chain, drain, grads, in_threads, net, rand
 
 
@@ -48,6 +49,30 @@ def test_memory_that_is_not_torchs(session: Session, tmp_path_factory: Any) -> N
             del array, mapped, shared
             loss.backward()
         return [w.grad]
+
+    assert_same(step, session)
+
+
+def test_statistics_and_arrays_that_change_without_notice(open_session, real_engine) -> None:
+    """A normalisation moves its running statistics and NumPy fills a buffer, of which no version
+    tells: backward sees what a buffer has now, wherever its bytes had gone meanwhile.
+    """
+    session = open_session(_engine=LazyEngine(real_engine))  # they wait to be written
+    norm = torch.nn.BatchNorm1d(32)
+    buffer = torch.zeros(16, 32)
+
+    def step(context: Any) -> list[torch.Tensor]:
+        norm.train().zero_grad()
+        norm.reset_running_stats()
+        x = rand(16, 32).requires_grad_()
+        with context():
+            buffer.numpy()[:] = 2
+            first = (norm(x) * buffer).square().sum()
+            buffer.numpy()[:] = 3
+            second = (norm.eval()(x) * buffer).square().sum()
+            second.backward()
+            del first
+        return [x.grad, *grads(norm)]
 
     assert_same(step, session)
 
