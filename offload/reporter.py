@@ -1,5 +1,6 @@
 """Reporter: hands the reports of finished steps to whoever logs them."""
 
+import threading
 from collections.abc import Callable
 
 from offload.errors import warn_user
@@ -15,17 +16,22 @@ class _Log:
         self._steps = steps
         self._callback = callback
         self._waiting: list[StepReport] = []
+        self._lock = threading.Lock()
+        self._calling = False
         self.failed = False
 
-    def add(self, report: StepReport) -> None:
+    def keep(self, report: StepReport) -> None:
         self._waiting.append(report)
-        if len(self._waiting) >= self._steps:
-            self.flush()
 
-    def flush(self) -> None:
-        reports, self._waiting = self._waiting, []
-        if not reports:
-            return
+    def flush(self, *, at_least: int | None = None) -> None:
+        """Hand out what waits, if that is enough. What a callback's own steps add to it waits for
+        the next time.
+        """
+        with self._lock:
+            if self._calling or len(self._waiting) < (at_least or self._steps):
+                return
+            reports, self._waiting = self._waiting, []
+            self._calling = True
         try:
             self._callback(StepReport.summed(reports))
         except Exception as e:  # whatever it is: a log is not worth a training
@@ -33,6 +39,8 @@ class _Log:
             warn_user(
                 f"the callback of log_every raised {type(e).__name__}: {e}; it is not called again"
             )
+        finally:
+            self._calling = False
 
 
 class Reporter:
@@ -51,18 +59,25 @@ class Reporter:
         self._logs.append(_Log(steps, callback))
 
     def report(self, finished: StepReport | None) -> None:
-        """A step has finished."""
+        """A step has finished: call whose turn it is."""
         if finished is not None and self._logs:
-            for log in self._logs:
-                log.add(finished)
+            self.keep(finished)
+            for log in tuple(self._logs):
+                log.flush()
             self._forget_failed()
+
+    def keep(self, finished: StepReport | None) -> None:
+        """A step has finished, of which callbacks are told later."""
+        if finished is not None:
+            for log in self._logs:
+                log.keep(finished)
 
     def close(self, last: StepReport) -> None:
         """Hand out the last step, if there was one, and what is left."""
         self.is_open = False
         self.report(last if last.steps else None)
         for log in self._logs:
-            log.flush()
+            log.flush(at_least=1)
         self._forget_failed()
 
     def _forget_failed(self) -> None:

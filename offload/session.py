@@ -74,6 +74,7 @@ class Session:
         self._warned = False
         self._finished: StepReport = StepReport.of([])
         self._counters: Counters | None = None  # of the newest step
+        self._ended_ns = 0  # of the one before it
         self._running = threading.local()  # .counters: of the step that this thread is in
         self._open_steps = 0  # in all threads
         self._planned: Planned | None = None
@@ -198,8 +199,9 @@ class Session:
         """Call ``callback`` with the report of every so many steps, added up.
 
         A step counts as finished when the next one begins, as its backward may come after its
-        block; ``close`` reports what is left. It is called on the thread that begins the step. A
-        callback that raises costs one warning and is not called again: training goes on.
+        block; ``close`` reports what is left. It is called on the thread that begins the step.
+        Steps that a callback runs itself are in its next report. A callback that raises costs one
+        warning and is not called again: training goes on.
 
         Args:
             steps: how many go into one report.
@@ -256,11 +258,11 @@ class Session:
 
     def report(self) -> StepReport:
         """The figures of all steps so far, added up."""
-        with self._tiers.lock:
+        with self._tiers.lock:  # another thread may begin a step meanwhile
             if not (self._closed or self._tiers.in_child):
                 self._tiers.poll()  # what has ended since the last step
-        newest = [] if self._counters is None else [StepReport.of([self._counters])]
-        return StepReport.summed([self._finished, *newest])
+            newest = [] if self._counters is None else [StepReport.of([self._counters])]
+            return StepReport.summed([self._finished, *newest])
 
     def recompute_report(self) -> RecomputeReport:
         """How far recomputed values were from those of the forward, in all steps so far.
@@ -317,6 +319,7 @@ class Session:
             return None
         newest = StepReport.of([self._counters])
         self._finished = StepReport.summed([self._finished, newest])
+        self._ended_ns = self._counters.ended_ns
         self._counters = None
         return newest
 
@@ -350,20 +353,23 @@ class Session:
 
     def _begin(self, counters: Counters) -> None:
         with self._tiers.lock:
-            if self._closed:
-                raise StateError("the session is closed; open a new one")
-            counters.since_ns = self._counters.ended_ns if self._counters is not None else 0
+            self._expect_open()
             newest = self._take_newest()
+        # Before this step begins: a callback may run steps of its own, or be interrupted.
+        self._reporter.report(newest)
+        with self._tiers.lock:
+            self._expect_open()
+            self._reporter.keep(self._take_newest())
+            counters.since_ns = self._ended_ns
             self._counters = counters
             self._open_steps += 1
             self._hooks.begin_step(counters)
-        try:
-            self._reporter.report(newest)
-        except BaseException:  # an interrupt, in somebody's callback: the step is not entered
-            self._end(counters)
-            raise
         if self._planned is not None:
             self._planned.begin_step(counters)
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise StateError("the session is closed; open a new one")
 
     def _end(self, counters: Counters) -> StorageError | None:
         """The step's first failure of the disk, if there was one."""
@@ -371,12 +377,12 @@ class Session:
             self._open_steps -= 1
             self._tiers.end_step()
             counters.ended_ns = time.perf_counter_ns()
-            error = self._tiers.error
+            error, warnings = self._tiers.error, self._tiers.warnings
         if self._planned is not None:
             self._planned.end_step()
         if error is not None and not self._warned:
             self._warned = True  # once: every step's report has its own
-            warn_user(next(iter(counters.warnings)))
+            warn_user(warnings[0])
         return error
 
 

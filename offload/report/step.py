@@ -25,6 +25,7 @@ SECONDS_PER_DAY = 86_400
 # one capacity a day for five years, 1,800 TB and more.
 CONSUMER_ENDURANCE_BYTES = 600 * 10**12
 _MAX_WAITS = 256  # different ones that a report names; the rest is added up as one
+_OTHERS = "(others)"
 
 
 @dataclass(frozen=True)
@@ -296,13 +297,16 @@ def _summed_waits(waits: Iterable[Wait]) -> tuple[Wait, ...]:
         count, seconds = found.get(key, (0, 0.0))
         found[key] = count + w.count, seconds + w.seconds
     ordered = sorted(found.items(), key=lambda item: (-item[1][1], item[0]))
-    named = [Wait(*key, *figures) for key, figures in ordered]
-    rest = named[_MAX_WAITS:]
+    waits = [Wait(*key, *figures) for key, figures in ordered]
+    named = [w for w in waits if w.module != _OTHERS]
+    # What a part had beyond the bound stays so.
+    rest = named[_MAX_WAITS:] + [w for w in waits if w.module == _OTHERS]
+    del named[_MAX_WAITS:]
     for kind in sorted({w.kind for w in rest}):
         of_kind = [w for w in rest if w.kind == kind]
         count, seconds = sum(w.count for w in of_kind), sum(w.seconds for w in of_kind)
-        named.append(Wait(kind, "(others)", "", "", count, seconds))
-    return tuple(named[:_MAX_WAITS] + named[_MAX_WAITS + len(rest) :])
+        named.append(Wait(kind, _OTHERS, "", "", count, seconds))
+    return tuple(named)
 
 
 def _traffic_of(counters: LaneCounters) -> Traffic:
@@ -331,7 +335,8 @@ def _report_of_one(c: Counters) -> StepReport:
         transfer_seconds=transfer_ns / 1e9,
         overlap=1 - intersection_ns(transfers, waits) / transfer_ns if transfer_ns else None,
         lanes={name: _traffic_of(lane) for name, lane in c.lanes.items()},
-        waits=_summed_waits(_wait_of(*key, figures) for key, figures in c.waited_for.items()),
+        # A copy, made in one go: another thread may add to it meanwhile.
+        waits=_summed_waits(_wait_of(*key, figures) for key, figures in list(c.waited_for.items())),
         warnings=tuple(c.warnings),
     )
     return StepReport(**counted)

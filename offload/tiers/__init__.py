@@ -89,6 +89,11 @@ class Tiers:
         return self.common.error
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the report of the newest step warns of: that of a thread, where several train."""
+        return tuple(self.common.counters.warnings)
+
+    @property
     def in_child(self) -> bool:
         """Whether this process was forked from the one that opened the tiers.
 

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ import offload
 from offload.engines import Engine, open_engine
 from offload.errors import OffloadWarning, StorageError
 from tests.doubles import EngineWithoutRoom, FaultyEngine, LazyEngine
-from tests.support import chain, drain, rand
+from tests.support import chain, drain, in_threads, rand
 
 NBYTES = 64 * 64 * 4
 
@@ -96,6 +97,36 @@ def test_writes_fail_and_the_user_wants_to_know(open_session, faulty: FaultyEngi
     assert torch.equal(x.grad, EXPECTED)
     faulty.good_writes = None
     assert torch.equal(run(session), EXPECTED)
+
+
+def test_writes_fail_in_the_step_of_another_thread(open_session, faulty: FaultyEngine) -> None:
+    """The step that ends first has not counted it, and warns all the same."""
+    session = open_session(_engine=faulty)
+    faulty.good_writes = 0
+    entered, failed, left = (threading.Event() for _ in range(3))
+
+    def leave() -> None:
+        try:
+            with session.step():
+                entered.set()
+                failed.wait()
+        finally:
+            left.set()
+
+    def fail() -> None:
+        entered.wait()
+        x = rand(64, 64).requires_grad_()
+        with session.step():
+            loss = chain(x * 1, 8)
+            drain(session)
+            failed.set()
+            left.wait()
+            loss.backward()
+        assert torch.equal(x.grad, EXPECTED)
+
+    with pytest.warns(OffloadWarning, match="EIO") as warned:
+        in_threads(leave, fail)
+    assert len(warned) == 1
 
 
 def test_an_exception_of_the_user_goes_first(open_session, faulty: FaultyEngine) -> None:

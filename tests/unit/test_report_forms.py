@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from offload.layout import TensorLayout
 from offload.report import Counters, StepReport, Wait
 from offload.trace import Subject
 from tests.conftest import Opener
+from tests.support import in_threads
 
 NOTHING = StepReport.of([])
 LAYOUT = TensorLayout.of(torch.ones(2, 3))
@@ -70,6 +73,30 @@ def test_more_different_waits_than_are_named_keep_their_sum() -> None:
     assert sum(w.seconds for w in found.waits) == pytest.approx(found.stall_seconds)
     doubled = StepReport.summed([found, found])
     assert sum(w.count for w in doubled.waits) == 6000
+    for i in range(3000):
+        c.wait("stall", 0, 1000 + i, Subject(i, f"other.{i}"))
+    both = StepReport.summed([doubled, StepReport.of([c])])
+    assert sum(w.count for w in both.waits) == 6000 + 6000
+    assert [w.module for w in both.waits].count("(others)") == 1
+
+
+class _Talkative(str):
+    """The name of a tensor: while a report is made of it, the computation goes on to wait."""
+
+    counters: Counters
+
+    def __str__(self) -> str:
+        self.counters.wait("stall", 0, 5, Subject(module=f"m{len(self.counters.waited_for)}"))
+        return "float32[2, 3]"
+
+
+def test_a_report_of_a_step_that_goes_on() -> None:
+    c = Counters(started_ns=0, ended_ns=1)
+    name = _Talkative()
+    name.counters = c
+    c.wait("stall", 0, 7, Subject(tensor=name))  # type: ignore[arg-type]
+    assert [w.count for w in StepReport.of([c]).waits] == [1]
+    assert len(c.waited_for) > 1
 
 
 def test_a_wait_names_its_tensor() -> None:
@@ -226,6 +253,60 @@ def test_a_callback_that_fails_is_dropped_and_training_goes_on(
     with session.step():
         pass
     assert calls == [1]
+
+
+def test_a_callback_may_run_steps_of_its_own(open_session: Opener, any_engine: str) -> None:
+    """To evaluate a model, for instance. They are steps like any other."""
+    session = open_session(engine=any_engine)
+    x = torch.ones(64, 64, requires_grad=True)
+    seen: list[StepReport] = []
+
+    def evaluate(report: StepReport) -> None:
+        seen.append(report)
+        with session.step() as step:
+            x.sin().sum().backward()
+        assert step.report.offloaded_blocks == 1
+
+    session.log_every(1, evaluate)
+    for _ in range(3):
+        with session.step() as step:
+            x.sin().exp().sum().backward()
+        assert step.report.offloaded_blocks == 2
+    assert [r.steps for r in seen] == [1, 2]  # with the step of the callback before
+    assert session.report().steps == 5
+    with pytest.warns(OffloadWarning, match="the session is closed"):
+        session.close()
+
+
+def test_a_report_while_another_thread_trains(open_session: Opener, any_engine: str) -> None:
+    """No step is missing from it, and none is in it twice."""
+    session = open_session(engine=any_engine)
+    over = threading.Event()
+
+    def train() -> None:
+        try:
+            for _ in range(400):
+                with session.step():
+                    torch.ones(8, 8, requires_grad=True).sin().sum().backward()
+        finally:
+            over.set()
+
+    def look() -> None:
+        before = NOTHING
+        while not over.is_set():
+            found = session.report()
+            assert found.steps >= before.steps
+            assert found.saved_bytes >= before.saved_bytes
+            assert found.saved_bytes <= 256 * found.steps
+            before = found
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(train, look)
+    finally:
+        sys.setswitchinterval(interval)
+    assert session.report().steps == 400
 
 
 def test_an_interrupt_in_a_callback_leaves_no_step_open(
