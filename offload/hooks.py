@@ -143,7 +143,7 @@ class Hooks:
         stays instead: the step takes the place of the recomputation there, and checkpoint's own
         pair counts what it is given. It must be given nothing rather than a part.
         """
-        if outer is not None and outer[0].__module__ == torch.utils.checkpoint.__name__:
+        if is_of_checkpoint(outer):
             outer = None
 
         def pack(tensor: torch.Tensor) -> object:
@@ -307,6 +307,11 @@ def is_never_moved(tensor: torch.Tensor, storage_bytes: int) -> bool:
         or _is_cast_of_parameter(tensor)
         or _is_part_of_data(tensor, storage_bytes)
     )
+
+
+def is_of_checkpoint(pair: HookPair | None) -> bool:
+    """Whether these hooks are those of ``torch.utils.checkpoint``, in a forward or recomputing."""
+    return pair is not None and pair[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StateError, StorageError, warn_user
-from offload.hooks import HookPair, Hooks
+from offload.hooks import HookPair, Hooks, is_of_checkpoint
 from offload.lanes import Lane
 from offload.placement import Policy, offload_all
 from offload.planner.applied import Planned
@@ -351,6 +351,15 @@ class Session:
             if exc is None:
                 raise  # and otherwise what went wrong first is what is told
 
+    def _running_step(self) -> Counters | None:
+        """The step that this thread is in. Inside a backward, which may be on another thread than
+        its forward, that is the newest: what is computed again there begins none of its own.
+        """
+        running: Counters | None = getattr(self._running, "counters", None)
+        if running is None and torch._C._current_graph_task_id() != -1:
+            return self._counters
+        return running
+
     def _begin(self, counters: Counters) -> None:
         with self._tiers.lock:
             self._expect_open()
@@ -415,20 +424,23 @@ class Step:
         if self._counters is not None:
             raise StateError("a step is entered once; call session.step() for each")
         self._thread = threading.get_ident()
-        running: Counters | None = getattr(self._session._running, "counters", None)
-        if running is not None:  # nested in a step of the same session: that one does the work
-            self._counters = running
-            return self
-        counters = Counters()
-        self._session._begin(counters)
-        self._range = ranged("offload::step")
-        self._range.__enter__()
-        self._outermost = True
-        self._counters = self._session._running.counters = counters
-        self._pair = self._session._hooks.pair(_top_hooks(False))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
-        self._hooks.__enter__()
-        if self._session._verifier is not None:
+        self._counters = self._session._running_step()
+        self._outermost = self._counters is None
+        if self._counters is None:
+            counters = Counters()
+            self._session._begin(counters)
+            self._range = ranged("offload::step")
+            self._range.__enter__()
+            self._counters = self._session._running.counters = counters
+        outer = _top_hooks(False)
+        # Nested in a step of the same session, that one does the work. Not within a checkpointed
+        # function, as checkpoint's own pair is above: there each step has to act alike in the
+        # forward and when it is computed again, wherever the backward is.
+        if self._outermost or is_of_checkpoint(outer):
+            self._pair = self._session._hooks.pair(outer)
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
+            self._hooks.__enter__()
+        if self._outermost and self._session._verifier is not None:
             self._session._verifier.__enter__()
         return self
 
@@ -438,9 +450,9 @@ class Step:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if not self._outermost:
+        if self._hooks is None:
             return
-        assert self._hooks is not None and self._counters is not None
+        assert self._counters is not None
         # torch pops whatever pair is on top: in the wrong order that would be somebody else's.
         if threading.get_ident() != self._thread:
             raise StateError(
@@ -452,6 +464,8 @@ class Step:
                 "the reverse order of entering them"
             )
         self._hooks.__exit__(exc_type, exc, tb)
+        if not self._outermost:
+            return
         self._session._running.counters = None
         self._range.__exit__(exc_type, exc, tb)
         error = self._session._end(self._counters)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import Session
-from tests.support import assert_same, grads, net, rand
+from tests.support import assert_same, grads, in_threads, net, rand
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -46,6 +46,38 @@ def test_step_inside_a_checkpointed_function(session: Session) -> None:
         return [x.grad, *grads(model)]
 
     assert_same(step, session)
+
+
+@pytest.mark.parametrize("where", ["within", "after", "thread", "closed"])
+def test_step_inside_a_checkpointed_function_inside_a_step(session: Session, where: str) -> None:
+    """It takes the place of the recomputation, and does so again wherever backward runs."""
+
+    def step(context):
+        model = net()
+        x = torch.ones(4, 16, requires_grad=True)
+
+        def block(h):
+            h = model[1](model[0](h))
+            with context():
+                h = model[2](h)
+                with context():
+                    h = model[3](h)
+            return model[4](h)
+
+        with context():
+            loss = checkpoint(block, x, use_reentrant=False).sum()
+            if where == "within":
+                loss.backward()
+            elif where == "thread":
+                in_threads(loss.backward)
+        if where == "closed" and context == session.step:
+            session.close()
+        if where in ("after", "closed"):
+            loss.backward()
+        return [x.grad, *grads(model)]
+
+    assert_same(step, session)
+    assert session.report().steps == 1
 
 
 def test_offload_instead_of_recompute(session: Session) -> None:
