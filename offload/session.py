@@ -468,8 +468,10 @@ class Step:
             return
         self._session._running.counters = None
         self._range.__exit__(exc_type, exc, tb)
-        error = self._session._end(self._counters)
-        if self._session._verifier is not None:
-            self._session._verifier.__exit__(exc_type, exc, tb)
+        try:
+            error = self._session._end(self._counters)  # it may warn, and a warning may raise
+        finally:
+            if self._session._verifier is not None:
+                self._session._verifier.__exit__(exc_type, exc, tb)
         if error is not None and self._session.config.on_error == "raise" and exc is None:
             raise error

@@ -129,6 +129,17 @@ def test_writes_fail_in_the_step_of_another_thread(open_session, faulty: FaultyE
     assert len(warned) == 1
 
 
+def test_a_warning_that_raises_leaves_the_step(open_session, faulty: FaultyEngine) -> None:
+    session = open_session(_engine=faulty, verify_recompute=True)
+    faulty.good_writes = 0
+    with pytest.raises(OffloadWarning, match="EIO"):  # the tests make errors of them
+        run(session, wait=True)
+    x = rand(64, 64).requires_grad_()
+    offload.checkpoint(torch.tanh, x).sum().backward()  # in no step: nobody looks at it
+    assert session.recompute_report().regions == 0
+    assert torch.equal(run(session), EXPECTED)
+
+
 def test_an_exception_of_the_user_goes_first(open_session, faulty: FaultyEngine) -> None:
     session = open_session(_engine=faulty, on_error="raise")
     faulty.good_writes = 0
