@@ -42,9 +42,7 @@ def merged_trace(traces: Sequence[Trace | list[Any]]) -> Trace:
     """
     whole: list[Trace] = [t if isinstance(t, dict) else {"traceEvents": t} for t in traces]
     for number, trace in enumerate(whole):
-        events = trace.get("traceEvents")
-        if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
-            raise ValueError(f"trace {number} has no list of traceEvents")
+        _check(trace, number)
     about: list[Trace] = [trace.get("otherData") or {} for trace in whole]
     ranks = [int(a.get("rank", number)) for number, a in enumerate(about)]
     if len(set(ranks)) < len(ranks):
@@ -52,7 +50,7 @@ def merged_trace(traces: Sequence[Trace | list[Any]]) -> Trace:
     starts = [a.get(STARTED) for a in about]
     known = [int(s) for s in starts if s is not None]
     first_ns = min(known) if len(known) == len(starts) and known else None
-    events = []
+    events: list[Trace] = []
     for trace, rank, start_ns in zip(whole, ranks, starts, strict=True):
         shift_us = (int(start_ns or 0) - first_ns) / 1e3 if first_ns is not None else 0.0
         events += _of_rank(trace["traceEvents"], rank, max(len(whole), max(ranks) + 1), shift_us)
@@ -60,6 +58,28 @@ def merged_trace(traces: Sequence[Trace | list[Any]]) -> Trace:
     if first_ns is not None:
         other[STARTED] = first_ns
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _check(trace: Trace, number: int) -> None:
+    """Refuse what the merging below could not read."""
+    events = trace.get("traceEvents")
+    if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
+        raise ValueError(f"trace {number} has no list of traceEvents")
+    for at, event in enumerate(events):
+        if (
+            not isinstance(event.get("ts", 0), (int, float))
+            or not isinstance(event.get("pid"), (int, str, type(None)))
+            or not isinstance(event.get("args", {}), dict)
+        ):
+            raise ValueError(f"event {at} of trace {number} is none of the Trace Event Format")
+    about = trace.get("otherData") or {}
+    if not isinstance(about, dict):
+        raise ValueError(f"otherData of trace {number} is no object")
+    for key in {"rank", STARTED} & about.keys():
+        if not isinstance(about[key], int):
+            raise ValueError(
+                f"otherData of trace {number} has the {key} {about[key]!r}: no integer"
+            )
 
 
 def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -> Iterable[Trace]:
@@ -106,10 +126,11 @@ def command(output: Path, traces: tuple[Path, ...], quiet: bool) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     text = json.dumps(merged)
-    if output.suffix == ".gz":
-        output.write_bytes(gzip.compress(text.encode()))
-    else:
-        output.write_text(text)
+    data = text.encode()
+    try:
+        output.write_bytes(gzip.compress(data) if output.suffix == ".gz" else data)
+    except OSError as error:
+        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
     if not quiet:
         click.echo(f"{len(merged['traceEvents'])} events of {len(traces)} ranks in {output}")
 
@@ -118,7 +139,7 @@ def _read(path: Path) -> Any:
     data = path.read_bytes()
     try:
         found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, RecursionError) as error:
         raise ValueError(f"{path} is no trace: {error}") from None
     if not isinstance(found, (dict, list)):
         raise ValueError(f"{path} is no trace: it holds neither an object nor a list")

@@ -86,3 +86,32 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["merge-traces", str(out), str(first)])
     assert result.exit_code == 2
     assert "is no trace" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"traceEvents": [{"ts": "1"}]}', "event 0 of trace 0"),
+        ('{"traceEvents": [{"pid": [1]}]}', "event 0 of trace 0"),
+        ('{"traceEvents": [{"ph": "M", "args": null}]}', "event 0 of trace 0"),
+        ('{"traceEvents": [], "otherData": [1]}', "otherData of trace 0 is no object"),
+        ('{"traceEvents": [], "otherData": {"rank": null}}', "rank None"),
+        ('{"traceEvents": [], "otherData": {"started_unix_ns": "x"}}', "started_unix_ns 'x'"),
+        ("[" * 100_000, "no trace"),
+    ],
+    ids=["ts", "pid", "args", "about", "rank", "clock", "deep"],
+)
+def test_files_that_are_no_traces_are_told(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "in.json").write_text(text)
+    found = CliRunner().invoke(
+        main, ["merge-traces", str(tmp_path / "out.json"), str(tmp_path / "in.json")]
+    )
+    assert found.exit_code == 2 and message in found.output
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text("[]")
+    out = tmp_path / "missing" / "out.json"
+    found = CliRunner().invoke(main, ["merge-traces", str(out), str(tmp_path / "in.json")])
+    assert found.exit_code == 2 and "cannot be written: No such file or directory" in found.output
