@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import OffloadError
 from offload.workloads import PRESETS, preset
 
-__all__ = ["Step", "Target", "load_target", "target_of_workload"]
+__all__ = ["Step", "Target", "TargetError", "load_target", "target_of_workload"]
 
 Step = Callable[[], object]
 _FORMS = "module:function, script.py:function, or one of the workloads"
+
+
+class TargetError(OffloadError, ValueError):
+    """The name of a target is wrong, or what it names is no target. Not raised for the errors of
+    the user's own code, which may be ValueErrors as well.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,8 @@ def load_target(text: str, *, seed: int = 0) -> Target:
         seed: of a workload's model and data.
 
     Raises:
-        ValueError: nothing of that name, or it returned something else; the message says the fix.
-        Exception: whatever the named code raises itself.
+        TargetError: nothing of that name, or it returned something else; the message says the fix.
+        Exception, SystemExit: whatever the named code raises itself.
 
     Example:
         >>> target = load_target("gpt-tiny")
@@ -64,14 +71,14 @@ def load_target(text: str, *, seed: int = 0) -> Target:
     if not colon or not where or not name:
         near = get_close_matches(text, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f" ({', '.join(PRESETS)})"
-        raise ValueError(f"{text!r} is no target: give {_FORMS}{hint}")
+        raise TargetError(f"{text!r} is no target: give {_FORMS}{hint}")
     module = _script(where) if where.endswith(".py") else _module(where)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(name, functions, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where!r} has no function {name!r}{hint}")
+        raise TargetError(f"{where!r} has no function {name!r}{hint}")
     return _target(text, function())
 
 
@@ -101,7 +108,7 @@ def _target(text: str, made: Any) -> Target:
             return Target(text, step, model)
     elif callable(made) and not isinstance(made, nn.Module):
         return Target(text, made)
-    raise ValueError(
+    raise TargetError(
         f"{text!r} returned {_described(made)}; return a step, a function without arguments that "
         "runs one forward and backward, or a pair (model, step)"
     )
@@ -114,6 +121,8 @@ def _described(made: Any) -> str:
 
 
 def _module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):  # ".relative", "a..b"
+        raise TargetError(f"{name!r} is no name of a module: give {_FORMS}")
     here = str(Path.cwd())
     if here not in sys.path:  # as with "python -m"; a console script's path lacks it
         sys.path.insert(0, here)
@@ -121,18 +130,16 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ValueError(
+            raise TargetError(
                 f"there is no module {error.name!r} here or in the environment"
             ) from None
         raise
-    except (TypeError, ValueError) as error:  # ".relative", "a..b"
-        raise ValueError(f"{name!r} is no name of a module: {error}") from None
 
 
 def _script(path: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"there is no file {path!r}")
+        raise TargetError(f"there is no file {path!r}")
     name = f"offload_target_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # as the name ends in .py
