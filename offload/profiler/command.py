@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from offload.errors import OffloadError
 from offload.measure import session_options
 from offload.profiler.result import Profile
 from offload.profiler.run import profile
-from offload.targets import Target, load_target
+from offload.targets import Target, TargetError, load_target
 
 __all__ = ["command"]
 
@@ -105,9 +107,11 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     _check_output(Path(out), png)
-    found = _load(target, seed)
     console = Console(quiet=quiet or as_json, highlight=False)
-    measured = _measure(found, steps, warmup, given, console)
+    # What the target prints does not belong into a document.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        found = _load(target, seed)
+        measured = _measure(found, steps, warmup, given, console)
     try:
         files = measured.save(out, png=png)
     except (ModuleNotFoundError, OSError) as error:
@@ -118,7 +122,12 @@ def command(
         click.echo(f"{measured.verdict}.")
     else:
         console.print(measured.renderable())
-        console.print(f"Written: {', '.join(str(f) for f in files)}", soft_wrap=True)
+        console.print(
+            f"Written: {', '.join(str(f) for f in files)}",
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+        )
 
 
 def _check_output(out: Path, png: bool) -> None:
@@ -133,16 +142,16 @@ def _check_output(out: Path, png: bool) -> None:
 def _load(text: str, seed: int) -> Target:
     try:
         return load_target(text, seed=seed)
-    except ValueError as error:
+    except TargetError as error:
         raise click.UsageError(str(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Failure(f"the target {text!r} could not be loaded: {_told(error)}") from None
 
 
 def _measure(
     target: Target, steps: int, warmup: int, options: dict[str, Any], console: Console
 ) -> Profile:
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:32}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(target.name, total=steps + warmup + 3)
         done = -1
@@ -159,11 +168,11 @@ def _measure(
             )  # fmt: skip
         except OffloadError as error:
             raise Failure(str(error)) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception in one line, and where it was raised."""
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     frames = traceback.extract_tb(error.__traceback__)

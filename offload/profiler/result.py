@@ -213,7 +213,7 @@ def conditions(device: str) -> dict[str, Any]:
 def _summary(profile: Profile) -> Table:
     pairs = profile.verdict.pairs
     title = f"{profile.name}: {pairs} pairs of steps after {profile.warmup} to warm up"
-    table = Table(title=title)
+    table = Table(title=Text(title, style="table.title"))  # a name may look like markup
     table.add_column("median \\[range]", style="bold")
     for heading in ("plain", "offloaded"):
         table.add_column(heading, justify="right")

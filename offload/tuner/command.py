@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -19,7 +21,7 @@ from offload.config import Config
 from offload.errors import OffloadError
 from offload.measure import session_options
 from offload.probe import machine_profile
-from offload.targets import Target, load_target
+from offload.targets import Target, TargetError, load_target
 from offload.tuner.decide import Choice
 from offload.tuner.setting import Setting
 from offload.tuner.trial import Measured
@@ -100,9 +102,14 @@ def command(
             parse_bytes(max_live_bytes, "--max-live-bytes")
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    loaded = _load(target, seed)
+    _check_output(Path(output))
     try:
-        with _bar(console, budget_seconds) as advance:
+        # What the target prints does not belong into a document.
+        with (
+            redirect_stdout(sys.stderr if as_json else sys.stdout),
+            _bar(console, budget_seconds) as advance,
+        ):
+            loaded = _load(target, seed)
             if remeasure:
                 advance("rates of this machine")
                 machine_profile(config, refresh=True)
@@ -111,20 +118,29 @@ def command(
                 budget_seconds=budget_seconds, max_trials=trials, repeats=repeats, config=config,
                 advance=advance,
             )  # fmt: skip
-    except (OffloadError, OSError, ValueError) as error:
+    except click.ClickException:
+        raise
+    except (OffloadError, OSError) as error:
         raise Failure(str(error)) from None
-    except Exception as error:  # whatever the user's own code raises
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
     _report(found, loaded.name, output, console, as_json=as_json)
     sys.exit(0 if found.decision.choice is Choice.OFFLOAD else 1)
 
 
+def _check_output(output: Path) -> None:
+    """Before minutes are spent on what could not be written."""
+    directory = output.absolute().parent
+    if not os.access(output if output.exists() else directory, os.W_OK):
+        raise click.UsageError(f"{str(output)!r} cannot be written: choose another --output")
+
+
 def _load(target: str, seed: int) -> Target:
     try:
         return load_target(target, seed=seed)
-    except ValueError as error:
+    except TargetError as error:
         raise click.UsageError(str(error)) from None
-    except Exception as error:  # whatever the user's own code raises
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
 
 
