@@ -17,11 +17,17 @@ from offload.errors import OffloadError, PlanError
 from offload.measure import session_options
 from offload.planner.applied import Planned
 from offload.planning import Measurement, measure_model, plan_from
-from offload.targets import Target, load_target
+from offload.targets import Target, TargetError, load_target
 
 __all__ = ["Failed", "command", "measured_target", "opened", "target_options"]
 
 _Command = Callable[..., None]
+
+
+class TargetFailed(click.ClickException):
+    """The target's own code failed; 1 would say that no plan fits."""
+
+    exit_code = 3
 
 
 class Failed(click.ClickException):
@@ -67,9 +73,14 @@ def opened(target: str, given: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
     names = ("disk_dir", "host_budget", "disk_budget", "device")
     try:
         options = session_options(given["options"], **{name: given[name] for name in names})
-        loaded = load_target(target, seed=given["seed"])
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
+    try:
+        loaded = load_target(target, seed=given["seed"])
+    except TargetError as error:
+        raise click.UsageError(str(error)) from None
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
+        raise TargetFailed(f"{target} failed: {type(error).__name__}: {error}") from None
     if loaded.model is None:
         raise click.UsageError(
             f"{target!r} gives a step only, and a plan needs the model as well: return a pair "
@@ -127,7 +138,8 @@ def command(
 
     TARGET is module:function or script.py:function, which returns (model, step), or the name of a
     workload. Without --device-budget the least memory within --max-overhead is found. Exit status:
-    0 with a plan, 1 if none fits (the message says what is needed at least), 2 for wrong usage.
+    0 with a plan, 1 if none fits (the message says what is needed at least), 2 for wrong usage,
+    3 if the target could not be loaded.
     """
     if device_budget is None and max_overhead is None:
         raise click.UsageError("give --device-budget, or --max-overhead, or both")
@@ -146,7 +158,10 @@ def command(
     except (OffloadError, OSError) as error:
         raise Failed(str(error)) from None
     if save is not None:
-        Path(save).write_text(made.to_json() + "\n")
+        try:
+            Path(save).write_text(made.to_json() + "\n")
+        except OSError as error:
+            raise click.UsageError(f"{save} cannot be written: {error.strerror}") from None
     if given["as_json"]:
         click.echo(json.dumps({"format": 1, "target": loaded.name, "plan": made.to_dict()}))
     else:

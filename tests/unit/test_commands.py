@@ -56,6 +56,13 @@ def test_errors_of_a_target_are_no_wrong_usage(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("function", ["value_error", "leaves"])
+def test_a_target_that_cannot_be_loaded_has_no_plan(script: Path, function: str) -> None:
+    found = CliRunner().invoke(main, ["plan", f"{script}:{function}", "--device-budget", "9MiB"])
+    assert found.exit_code == 3, found.output
+    assert "Usage" not in found.output
+
+
 @pytest.mark.parametrize("command", ["profile", "tune"])
 def test_an_interrupt_is_no_verdict(script: Path, tmp_path: Path, command: str) -> None:
     found = run(command, f"{script}:interrupted", tmp_path)
