@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import statistics
@@ -11,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from offload.report import StepReport
+from offload.tables import text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Figure", "RankReports", "Straggler", "gather"]
@@ -119,9 +118,7 @@ class RankReports:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=100).print(self.table())
-        return out.getvalue().rstrip()
+        return text_of(self.table())
 
     def table(self) -> Table:
         """The figures for people, as a ``rich`` table."""

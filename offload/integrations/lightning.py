@@ -6,7 +6,8 @@ import importlib
 import sys
 from typing import Any
 
-from offload.session import Session, Step
+from offload.session import Session
+from offload.step import Step
 
 __all__ = ["step_callback"]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -18,6 +16,7 @@ from offload.planner.plan import Plan
 from offload.planner.profile import Budgets
 from offload.planner.segments import find_segments
 from offload.report import Counters
+from offload.tables import text_of
 from offload.tiers import Tiers
 from offload.units import format_bytes, format_seconds
 
@@ -103,9 +102,7 @@ class Planned:
         self.remove()
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=100).print(self.table())
-        return out.getvalue().rstrip()
+        return text_of(self.table())
 
     def table(self) -> Table:
         """Predicted beside measured, the median of the newest steps, as a ``rich`` table."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from offload.errors import PlanError
 from offload.planner.model import Chain, Links, Walk, caps, predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
+from offload.tables import text_of
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
@@ -191,9 +190,7 @@ class Plan:
     # -- for people -------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=110).print(self.table())
-        return out.getvalue().rstrip()
+        return text_of(self.table(), width=110)
 
     def table(self) -> Table:
         """The plan for people, as a ``rich`` table."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import platform
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from offload.profiler.timeline import Timeline
 from offload.profiler.verdict import Verdict
 from offload.report import StepReport
 from offload.report.table import parts
+from offload.tables import text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["MemoryCurve", "Profile"]
@@ -188,10 +188,7 @@ class Profile:
         return files
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=100)
-        console.print(self.renderable())
-        return out.getvalue().rstrip()
+        return text_of(self.renderable())
 
     def renderable(self) -> Group:
         """The profile for people, for a ``rich`` console."""

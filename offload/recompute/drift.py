@@ -5,16 +5,16 @@ Values only; ``verify`` finds them.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from offload.tables import text_of
 
 __all__ = ["ModuleDrift", "RecomputeReport", "difference", "report_of"]
 
@@ -76,9 +76,7 @@ class RecomputeReport:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=100).print(self.table())
-        return out.getvalue().rstrip()
+        return text_of(self.table())
 
     def table(self) -> Table:
         """The modules that differ, or one line that says that none does, as a ``rich`` table."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from offload.tables import text_of
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -85,9 +84,7 @@ class Comparison:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=100).print(self.table())
-        return out.getvalue().rstrip()
+        return text_of(self.table())
 
     def table(self) -> Table:
         """What changed, as a ``rich`` table."""

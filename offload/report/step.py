@@ -1,6 +1,5 @@
 """StepReport: what a step moved, how much of it was hidden, and what it waited for."""
 
-import io
 import json
 import time
 from collections import Counter
@@ -8,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from offload.report import export, table
 from offload.report.advice import Advice, advice_on
 from offload.report.compare import Comparison
 from offload.report.counters import Counters, LaneCounters, WaitCounters
+from offload.tables import text_of
 from offload.trace import TRANSFERS, Subject, intersection_ns, merged, total_ns
 from offload.units import parse_bytes
 
@@ -269,11 +268,7 @@ class StepReport:
         return self.compare(other)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=100)
-        for part in table.parts(self):
-            console.print(part)
-        return out.getvalue().rstrip()
+        return text_of(*table.parts(self))
 
     def table(self) -> Table:
         """The main figures for people, as a ``rich`` table; ``str()`` adds lanes and waits."""

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from offload.config import Config
 from offload.live import LiveBytesMeter
 from offload.report import StepReport
-from offload.session import Session, Step
+from offload.session import Session
+from offload.step import Step
 from offload.tuner.record import StepRecord, record_step, with_releases
 from offload.tuner.setting import Setting
 from offload.tuner.timeline import Timeline

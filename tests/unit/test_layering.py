@@ -11,7 +11,7 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "trace", "layout", "live", "freelist", "forks", "heap", "_native"}
+    {"errors", "units", "tables", "trace", "layout", "live", "freelist", "forks", "heap", "_native"}
     | {"optionfile"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
@@ -22,6 +22,7 @@ LAYERS = [
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"distributed"},
     {"planner"},
+    {"step"},
     {"session"},
     {"integrations", "measure", "planning"},
     {"workloads"},
