@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offload.errors import OffloadError
+from offload.failure import Failure
 from offload.measure import (
     activation_meter,
     fingerprint,
@@ -191,12 +192,6 @@ def _flip_one_bit(model: TrainableModel) -> None:
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-class Failure(click.ClickException):
-    """The demo could not run; exit status 3, as 1 says that the runs differ and 2 wrong usage."""
-
-    exit_code = 3
 
 
 @click.command("demo")

@@ -60,7 +60,7 @@ def read_options(path: str | os.PathLike[str], known: Iterable[str]) -> dict[str
 
 def write_options(
     path: str | os.PathLike[str],
-    options: Mapping[str, int | float | bool | str],
+    options: Mapping[str, int | float | bool | str | None],
     *,
     title: str = "",
     notes: Mapping[str, int | float | bool | str] | None = None,
@@ -69,7 +69,7 @@ def write_options(
 
     Args:
         path: of the file.
-        options: of the session.
+        options: of the session; ``None``: its default, which needs no line.
         title: a first line for people.
         notes: written to a table ``[notes]``.
 
@@ -77,7 +77,8 @@ def write_options(
         OSError: it cannot be written.
     """
     lines = [f"# {line}" for line in title.splitlines()]
-    for table, values in ((TABLE, options), ("notes", notes or {})):
+    given = {name: value for name, value in options.items() if value is not None}
+    for table, values in ((TABLE, given), ("notes", notes or {})):
         if values:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             lines += [f"{name} = {_toml(value)}" for name, value in values.items()]

@@ -13,21 +13,16 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from offload.commands import loaded
 from offload.errors import OffloadError, PlanError
 from offload.measure import session_options
 from offload.planner.applied import Planned
 from offload.planning import Measurement, measure_model, plan_from
-from offload.targets import Target, TargetError, load_target
+from offload.targets import Target
 
 __all__ = ["Failed", "command", "measured_target", "opened", "target_options"]
 
 _Command = Callable[..., None]
-
-
-class TargetFailed(click.ClickException):
-    """The target's own code failed; 1 would say that no plan fits."""
-
-    exit_code = 3
 
 
 class Failed(click.ClickException):
@@ -75,18 +70,13 @@ def opened(target: str, given: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
         options = session_options(given["options"], **{name: given[name] for name in names})
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    try:
-        loaded = load_target(target, seed=given["seed"])
-    except TargetError as error:
-        raise click.UsageError(str(error)) from None
-    except (Exception, SystemExit) as error:  # whatever the user's own code raises
-        raise TargetFailed(f"{target} failed: {type(error).__name__}: {error}") from None
-    if loaded.model is None:
+    found = loaded(target, given["seed"])
+    if found.model is None:
         raise click.UsageError(
             f"{target!r} gives a step only, and a plan needs the model as well: return a pair "
             "(model, step)"
         )
-    return loaded, options
+    return found, options
 
 
 def measured_target(
@@ -143,11 +133,11 @@ def command(
     """
     if device_budget is None and max_overhead is None:
         raise click.UsageError("give --device-budget, or --max-overhead, or both")
-    loaded, options = opened(target, given)
+    run, options = opened(target, given)
     console = Console(quiet=given["quiet"] or given["as_json"], stderr=True)
     try:
         found = measured_target(
-            loaded, options, console,
+            run, options, console,
             device_budget=device_budget, segments=given["segments"], solver=solver,
         )  # fmt: skip
         made = plan_from(found, device_budget is not None, max_overhead, solver)
@@ -163,6 +153,6 @@ def command(
         except OSError as error:
             raise click.UsageError(f"{save} cannot be written: {error.strerror}") from None
     if given["as_json"]:
-        click.echo(json.dumps({"format": 1, "target": loaded.name, "plan": made.to_dict()}))
+        click.echo(json.dumps({"format": 1, "target": run.name, "plan": made.to_dict()}))
     else:
         Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(made.table())

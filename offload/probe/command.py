@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offload.config import Config
+from offload.failure import Failure
 from offload.probe.profile import MachineProfile, save_profile
 from offload.probe.survey import passes, survey
 from offload.probe.verdicts import Finding, Level, Survey, findings
@@ -26,12 +27,6 @@ __all__ = ["command"]
 
 JSON_FORMAT = 1
 _STYLES = {Level.GOOD: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.BAD: "bold red"}
-
-
-class Failure(click.ClickException):
-    """The probe could not run; exit status 3, as 1 says that offloading here would be wrong."""
-
-    exit_code = 3
 
 
 @click.command("probe")

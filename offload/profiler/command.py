@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from offload.errors import OffloadError
+from offload.commands import loaded, told
+from offload.failure import Failure
 from offload.measure import session_options
 from offload.profiler.result import Profile
 from offload.profiler.run import profile
-from offload.targets import Target, TargetError, load_target
+from offload.targets import Target
 
 __all__ = ["command"]
 
 OUT = "offload-profile"
-
-
-class Failure(click.ClickException):
-    """The target could not be profiled; exit status 3, as 2 is wrong usage."""
-
-    exit_code = 3
 
 
 @click.command("profile")
@@ -110,7 +104,7 @@ def command(
     console = Console(quiet=quiet or as_json, highlight=False)
     # What the target prints does not belong into a document.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        found = _load(target, seed)
+        found = loaded(target, seed)
         measured = _measure(found, steps, warmup, given, console)
     try:
         files = measured.save(out, png=png)
@@ -139,15 +133,6 @@ def _check_output(out: Path, png: bool) -> None:
         raise click.UsageError("--png needs matplotlib: pip install 'offload[plot]'")
 
 
-def _load(text: str, seed: int) -> Target:
-    try:
-        return load_target(text, seed=seed)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from None
-    except (Exception, SystemExit) as error:
-        raise Failure(f"the target {text!r} could not be loaded: {_told(error)}") from None
-
-
 def _measure(
     target: Target, steps: int, warmup: int, options: dict[str, Any], console: Console
 ) -> Profile:
@@ -161,22 +146,8 @@ def _measure(
             done += 1  # what was told before this
             progress.update(bar, description=doing, completed=done)
 
-        try:
+        with told(target):
             return profile(
                 target.step, model=target.model, steps=steps, warmup=warmup, name=target.name,
                 progress=tell, **options,
             )  # fmt: skip
-        except OffloadError as error:
-            raise Failure(str(error)) from None
-        except (Exception, SystemExit) as error:
-            raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
-
-
-def _told(error: BaseException) -> str:
-    """An exception in one line, and where it was raised."""
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
-    frames = traceback.extract_tb(error.__traceback__)
-    here, inside = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    own = [f for f in frames if not f.filename.startswith((here, inside, "<"))]
-    frame = (own or list(frames))[-1]  # there is one: this module's
-    return f"{what} ({frame.filename}:{frame.lineno})"

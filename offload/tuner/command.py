@@ -17,11 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from offload.commands import loaded, told
 from offload.config import Config
-from offload.errors import OffloadError
+from offload.failure import Failure
 from offload.measure import session_options
 from offload.probe import machine_profile
-from offload.targets import Target, TargetError, load_target
 from offload.tuner.decide import Choice
 from offload.tuner.setting import Setting
 from offload.tuner.trial import Measured
@@ -31,12 +31,6 @@ from offload.units import format_bytes, format_seconds, parse_bytes
 __all__ = ["command"]
 
 _DAY_SECONDS = 24 * 3600
-
-
-class Failure(click.ClickException):
-    """The target could not be run; exit status 3, as 1 says that no session is recommended."""
-
-    exit_code = 3
 
 
 @click.command("tune")
@@ -103,28 +97,19 @@ def command(
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     _check_output(Path(output))
-    try:
-        # What the target prints does not belong into a document.
-        with (
-            redirect_stdout(sys.stderr if as_json else sys.stdout),
-            _bar(console, budget_seconds) as advance,
-        ):
-            loaded = _load(target, seed)
+    # What the target prints does not belong into a document.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        run = loaded(target, seed)
+        with _bar(console, budget_seconds) as advance, told(run):
             if remeasure:
                 advance("rates of this machine")
                 machine_profile(config, refresh=True)
             found = tune(
-                loaded.step, loaded.model, max_live_bytes=max_live_bytes, max_overhead=max_overhead,
+                run.step, run.model, max_live_bytes=max_live_bytes, max_overhead=max_overhead,
                 budget_seconds=budget_seconds, max_trials=trials, repeats=repeats, config=config,
                 advance=advance,
             )  # fmt: skip
-    except click.ClickException:
-        raise
-    except (OffloadError, OSError) as error:
-        raise Failure(str(error)) from None
-    except (Exception, SystemExit) as error:  # whatever the user's own code raises
-        raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
-    _report(found, loaded.name, output, console, as_json=as_json)
+    _report(found, run.name, output, console, as_json=as_json)
     sys.exit(0 if found.decision.choice is Choice.OFFLOAD else 1)
 
 
@@ -133,15 +118,6 @@ def _check_output(output: Path) -> None:
     directory = output.absolute().parent
     if not os.access(output if output.exists() else directory, os.W_OK):
         raise click.UsageError(f"{str(output)!r} cannot be written: choose another --output")
-
-
-def _load(target: str, seed: int) -> Target:
-    try:
-        return load_target(target, seed=seed)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from None
-    except (Exception, SystemExit) as error:  # whatever the user's own code raises
-        raise Failure(f"{target} failed: {type(error).__name__}: {error}") from None
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "tables", "trace", "layout", "live", "freelist", "forks", "heap", "_native"}
-    | {"optionfile"},
+    {"errors", "failure", "optionfile", "tables", "units"}
+    | {"trace", "layout", "live", "freelist", "forks", "heap", "_native"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},
@@ -26,7 +26,9 @@ LAYERS = [
     {"session"},
     {"integrations", "measure", "planning"},
     {"workloads"},
-    {"targets", "tuner"},
+    {"targets"},
+    {"commands"},
+    {"tuner"},
     {"plan_command"},
     {"sweep"},
     {"__main__", "__init__", "demo", "merge_traces", "profiler"},
