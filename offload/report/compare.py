@@ -89,6 +89,9 @@ class Comparison:
     def table(self) -> Table:
         """What changed, as a ``rich`` table."""
         table = Table(title="per step")
+        if not self.changed():
+            table.add_column("no figure differs")
+            return table
         table.add_column("")
         for heading in ("this", "other", "change", "ratio"):
             table.add_column(heading, justify="right")

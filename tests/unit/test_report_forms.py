@@ -171,6 +171,8 @@ def test_comparison_is_per_step() -> None:
     text = str(found)
     assert "+1.00 s" in text and "written_bytes " not in text
     assert (a - a).changed() == ()
+    assert "no figure differs" in str(a - a)
+    assert "no figure differs" not in str(found)
 
 
 # -- monitoring ------------------------------------------------------------------------------------
