@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -14,7 +17,7 @@ from offload.errors import OffloadError
 from offload.failure import Failure
 from offload.targets import Target, TargetError, load_target
 
-__all__ = ["loaded", "told"]
+__all__ = ["expect_writable", "guarded", "kept_out", "loaded", "told"]
 
 
 def loaded(text: str, seed: int) -> Target:
@@ -42,7 +45,45 @@ def told(target: Target) -> Iterator[None]:
     except (OffloadError, OSError) as error:
         raise Failure(str(error)) from None
     except (Exception, SystemExit) as error:
-        raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
+        raise _failure(target, error) from None
+
+
+def guarded(target: Target, *, as_json: bool) -> Target:
+    """The same target, for whoever has uses of its own for what this package raises.
+
+    Of its step, what its own code raises is a ``Failure``, and what it prints stays out of a
+    document.
+    """
+
+    def step() -> object:
+        with kept_out(as_json):
+            try:
+                return target.step()
+            except (OffloadError, click.ClickException):
+                raise
+            except (Exception, SystemExit) as error:
+                raise _failure(target, error) from None
+
+    return replace(target, step=step)
+
+
+def kept_out(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Inside, what is printed does not get into the document that a command prints."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def expect_writable(file: Path, option: str) -> None:
+    """Before minutes are spent on what could not be written.
+
+    Raises:
+        click.UsageError: it cannot.
+    """
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise click.UsageError(f"{str(file)!r} cannot be written: choose another {option}")
+
+
+def _failure(target: Target, error: BaseException) -> Failure:
+    return Failure(f"a step of {target.name!r} failed: {_told(error)}")
 
 
 def _told(error: BaseException) -> str:

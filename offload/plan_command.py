@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from offload.commands import loaded
+from offload.commands import expect_writable, guarded, kept_out, loaded
 from offload.errors import OffloadError, PlanError
 from offload.measure import session_options
 from offload.planner.applied import Planned
@@ -70,13 +70,14 @@ def opened(target: str, given: dict[str, Any]) -> tuple[Target, dict[str, Any]]:
         options = session_options(given["options"], **{name: given[name] for name in names})
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    found = loaded(target, given["seed"])
+    with kept_out(given["as_json"]):
+        found = loaded(target, given["seed"])
     if found.model is None:
         raise click.UsageError(
             f"{target!r} gives a step only, and a plan needs the model as well: return a pair "
             "(model, step)"
         )
-    return found, options
+    return guarded(found, as_json=given["as_json"]), options
 
 
 def measured_target(
@@ -129,10 +130,12 @@ def command(
     TARGET is module:function or script.py:function, which returns (model, step), or the name of a
     workload. Without --device-budget the least memory within --max-overhead is found. Exit status:
     0 with a plan, 1 if none fits (the message says what is needed at least), 2 for wrong usage,
-    3 if the target could not be loaded.
+    3 if the target fails.
     """
     if device_budget is None and max_overhead is None:
         raise click.UsageError("give --device-budget, or --max-overhead, or both")
+    if save is not None:
+        expect_writable(Path(save), "--save")
     run, options = opened(target, given)
     console = Console(quiet=given["quiet"] or given["as_json"], stderr=True)
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from offload.commands import loaded, told
+from offload.commands import kept_out, loaded, told
 from offload.failure import Failure
 from offload.measure import session_options
 from offload.profiler.result import Profile
@@ -102,8 +100,7 @@ def command(
         torch.set_num_threads(threads)
     _check_output(Path(out), png)
     console = Console(quiet=quiet or as_json, highlight=False)
-    # What the target prints does not belong into a document.
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+    with kept_out(as_json):
         found = loaded(target, seed)
         measured = _measure(found, steps, warmup, given, console)
     try:

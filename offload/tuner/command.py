@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offload.commands import loaded, told
+from offload.commands import expect_writable, kept_out, loaded, told
 from offload.config import Config
 from offload.failure import Failure
 from offload.measure import session_options
@@ -96,9 +95,8 @@ def command(
             parse_bytes(max_live_bytes, "--max-live-bytes")
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    _check_output(Path(output))
-    # What the target prints does not belong into a document.
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+    expect_writable(Path(output), "--output")
+    with kept_out(as_json):
         run = loaded(target, seed)
         with _bar(console, budget_seconds) as advance, told(run):
             if remeasure:
@@ -111,13 +109,6 @@ def command(
             )  # fmt: skip
     _report(found, run.name, output, console, as_json=as_json)
     sys.exit(0 if found.decision.choice is Choice.OFFLOAD else 1)
-
-
-def _check_output(output: Path) -> None:
-    """Before minutes are spent on what could not be written."""
-    directory = output.absolute().parent
-    if not os.access(output if output.exists() else directory, os.W_OK):
-        raise click.UsageError(f"{str(output)!r} cannot be written: choose another --output")
 
 
 @contextmanager

@@ -86,3 +86,54 @@ def test_a_step_without_its_model_is_refused(tmp_path: Path) -> None:
     done = run("plan", f"{script}:make", "--device-budget", "1MiB", *TINY)
     assert done.exit_code == 2
     assert "return a pair" in done.output
+
+
+TALKS = """
+import torch
+
+def make():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    print("made it")
+
+    def step():
+        print("a step")
+        model(torch.ones(64, 64)).sum().backward()
+
+    return model, step
+
+def broken():
+    model, step = make()
+
+    def fails():
+        step()
+        raise KeyError("boom")
+
+    return model, fails
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep"])
+def test_what_a_target_prints_is_in_no_document(tmp_path: Path, command: str) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    options = ["--max-overhead", "9"] if command == "plan" else ["--points", "1", "--steps", "0"]
+    done = run(command, f"{tmp_path / 'talks.py'}:make", *options, "--json", *TINY)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["format"] == 1
+    assert "made it" in done.stderr and "a step" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep"])
+def test_a_step_that_raises_is_told_with_its_place(tmp_path: Path, command: str) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    options = ["--max-overhead", "9"] if command == "plan" else ["--points", "1"]
+    done = run(command, f"{tmp_path / 'talks.py'}:broken", *options, *TINY)
+    assert done.exit_code == 3, done.output
+    assert "failed: KeyError: 'boom' (" in done.output and "talks.py:" in done.output
+
+
+def test_a_plan_that_cannot_be_saved_is_not_made(tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    target, save = f"{tmp_path / 'talks.py'}:make", str(tmp_path / "no" / "such" / "plan.json")
+    done = run("plan", target, "--max-overhead", "9", "--save", save, *TINY)
+    assert done.exit_code == 2, done.output
+    assert "choose another --save" in done.output and "a step" not in done.output
