@@ -92,8 +92,13 @@ def total_memory_bytes(root: str = "/") -> int:
     Args:
         root: where ``proc`` and ``sys`` lie.
     """
-    limits = [group.limit_bytes for group in _control_groups(root)]
-    return min([int(psutil.virtual_memory().total), *limits])
+    total_bytes = int(psutil.virtual_memory().total)
+    return min(total_bytes, memory_limit_bytes(root) or total_bytes)
+
+
+def memory_limit_bytes(root: str = "/") -> int | None:
+    """The least that a control group above this process allows; ``None``: none has a limit."""
+    return min((group.limit_bytes for group in _control_groups(root)), default=None)
 
 
 def available_memory_bytes(root: str = "/") -> int:
@@ -124,7 +129,8 @@ def _control_groups(root: str) -> Iterator[_Group]:
 
 def _control_group(directory: str, limit: str, usage: str, inactive: str) -> _Group | None:
     limit_text = _text(os.path.join(directory, limit)).strip()
-    if not limit_text.isdigit():  # "max", or none of this name
+    # "max", or none of this name; version 1 says "no limit" by a huge number.
+    if not limit_text.isdigit() or int(limit_text) >= 1 << 60:
         return None
     used_text = _text(os.path.join(directory, usage)).strip()
     used_bytes = int(used_text) if used_text.isdigit() else 0
@@ -150,16 +156,22 @@ def cpus_near_pci_device(address: str, root: str = "/") -> set[int]:
         return set()
     device = os.path.join(root, "sys/bus/pci/devices", address.lower())
     node = _text(os.path.join(device, "numa_node")).strip()  # -1: not known
-    return _cpu_list(_text(os.path.join(nodes, f"node{node}/cpulist")))
+    return numbers_in(_text(os.path.join(nodes, f"node{node}/cpulist")))
 
 
-def _cpu_list(text: str) -> set[int]:
-    cpus: set[int] = set()
+def numbers_in(text: str) -> set[int]:
+    """What a list of the kernel's names.
+
+    Example:
+        >>> numbers_in("0-2,8")
+        {0, 1, 2, 8}
+    """
+    found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+            found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _text(path: str) -> str:

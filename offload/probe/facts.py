@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.machine import filesystem_of
+from offload.machine import filesystem_of, memory_limit_bytes, numbers_in
 
 __all__ = ["DirectoryFacts", "HostFacts", "directory_facts", "host_facts"]
 
@@ -64,11 +64,11 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=int(memory.total),
         available_bytes=int(memory.available),
-        cgroup_limit_bytes=_cgroup_limit_bytes(root),
+        cgroup_limit_bytes=memory_limit_bytes(str(root)),
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
         huge_pages=mode[1] if mode else None,
         hugetlb_free=int(free or 0),
-        numa_nodes=_count(_text(root / "sys/devices/system/node/has_memory")),
+        numa_nodes=len(numbers_in(_text(root / "sys/devices/system/node/has_memory"))) or 1,
     )
 
 
@@ -77,35 +77,6 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _count(ranges: str) -> int:
-    """How many numbers a list like ``0-3,8`` names; 1 for none."""
-    total = 0
-    for part in filter(None, ranges.split(",")):
-        first, _, last = part.partition("-")
-        total += int(last or first) - int(first) + 1
-    return max(1, total)
-
-
-def _cgroup_limit_bytes(root: Path) -> int | None:
-    """The lowest limit from this process's control group up to the root, in either version."""
-    limits = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, and lead nowhere; its own group is the top.
-        here = Path(path.lstrip("/"))
-        for group in (here, *here.parents):
-            text = _text(top / group / name)
-            if text.isdigit() and int(text) < 1 << 60:  # version 1 says "no limit" by a huge number
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 @dataclass(frozen=True)
