@@ -168,5 +168,5 @@ def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
         host_bytes=config.arena_bytes if not on_cpu else float("inf"),
         disk_bytes=free_bytes,
         window_bytes=tiers.outbound.window.limit_bytes,
-        prefetch_bytes=tiers.inbound.ahead.limit_bytes,
+        prefetch_bytes=config.prefetch_bytes,
     )

@@ -152,6 +152,7 @@ class Tiers:
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block: it starts to leave when its turn comes."""
+        self.inbound.use(block.nbytes)
         self.outbound.admit(block, storage)
 
     def make_room(self, nbytes: int) -> None:

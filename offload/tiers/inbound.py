@@ -3,11 +3,13 @@
 import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 
 from offload.block import Block, State, Ticket
-from offload.budget import Budget
+from offload.budget import Budget, Reservation
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound
@@ -15,8 +17,10 @@ from offload.trace import ranged
 
 
 class Inbound:
-    """The way back. What is brought back before it was asked for stays within ``prefetch_bytes``:
-    of device memory on an accelerator, of slots where the device's memory is host memory.
+    """The way back. What is brought back before it was asked for stays within ``prefetch_bytes``,
+    together with the block that the computation has at hand, which is the one saved or asked for
+    last: bytes of device memory on an accelerator, of slots where the device's memory is host
+    memory. One block may come whatever its size.
     """
 
     def __init__(self, common: Common, disk: DiskTier, outbound: Outbound) -> None:
@@ -24,8 +28,13 @@ class Inbound:
         self._common = common
         self._disk = disk
         self._outbound = outbound
-        self._guesses: list[weakref.ref[Block]] = []  # brought back ahead in this step
+        self._asked = -1  # the block asked for last
+        self._guesses: deque[weakref.ref[Block]] = deque()  # brought back ahead in this step
         self._fetching: deque[weakref.ref[Block]] = deque()  # of those, not yet on the device
+
+    def use(self, nbytes: int) -> None:
+        """The computation has so many bytes at hand now, which leaves less for what comes early."""
+        self.ahead.limit_bytes = max(0, self._common.config.prefetch_bytes - nbytes)
 
     def prefetch(self, block: Block) -> bool:
         """Start bringing ``block`` back, unless it is there or on its way; False if there is no
@@ -34,7 +43,7 @@ class Inbound:
         lane = self._common.lane
         if block.state in (State.LIVE, State.OFFLOADING, State.FETCHING):
             return True
-        if block.reservation is not None:
+        if block.reservation is not None or block.id == self._asked:
             return True  # fetched already, about to be reloaded
         # Whoever keeps the original alive may let go of it: a slot that is still there is better.
         in_slot = lane.host_is_device and block.state is not State.DISK
@@ -43,7 +52,7 @@ class Inbound:
         padded_bytes = self._common.host.padded_bytes(block.nbytes)
         if not self._common.gate.may_prefetch(block.segment, padded_bytes, self.early()):
             return False
-        hold = self.ahead.reserve(block.nbytes, alone=True) if self.ahead.limit_bytes else None
+        hold = self._room(block.nbytes)
         if hold is None:
             return False
         if block.state is State.DISK:
@@ -62,17 +71,22 @@ class Inbound:
         self._guesses.append(weakref.ref(block))
         return True
 
-    def early(self) -> list[tuple[int, int]]:
+    def _room(self, nbytes: int) -> Reservation | None:
+        while self._guesses and not _is_early(self._guesses[0]()):
+            self._guesses.popleft()
+        allowed = self._common.config.prefetch_bytes > 0
+        return self.ahead.reserve(nbytes, alone=True) if allowed else None
+
+    def early(self) -> Iterator[tuple[int, int]]:
         """Segment and bytes of what was brought back and not asked for yet."""
-        blocks = (r() for r in self._guesses)
-        return [
-            (b.segment, b.nbytes) for b in blocks if b is not None and b.reservation is not None
-        ]
+        for block in (r() for r in self._guesses):
+            if _is_early(block):
+                yield block.segment, block.nbytes
 
     def drop_guesses(self) -> None:
         """Let go of what was brought back ahead and never asked for: a guess ends with its step."""
         for block in (r() for r in self._guesses):
-            if block is None or block.reservation is None:
+            if not _is_early(block):
                 continue
             request = block.request if block.state is State.FETCHING else None
             if request is not None and (request.done() or request.cancel()):
@@ -110,6 +124,9 @@ class Inbound:
         else:
             counters.misses += 1
             self._reload(block)
+        block.reservation = None  # from here on it is at hand, and not early
+        self._asked = block.id
+        self.use(block.nbytes)
 
     def take(self, ticket: Ticket) -> torch.UntypedStorage:
         """The device storage of the ticket's demanded block, ordered before the caller's work.
@@ -148,7 +165,7 @@ class Inbound:
         """Send on what was read ahead from the disk and has arrived in host memory."""
         while self._fetching:
             block = self._fetching[0]()
-            if block is not None and block.reservation is not None:
+            if _is_early(block):
                 if block.state is State.FETCHING:
                     return
                 arrived = block.state is State.HOST and block.resident() is None
@@ -171,3 +188,8 @@ class Inbound:
             what = f" (saved tensor {ticket.layout})"
             store = self._disk.store
             raise store.error("reading", e, extent.offset, extent.nbytes, what) from e
+
+
+def _is_early(block: Block | None) -> TypeGuard[Block]:
+    """Whether it was brought back, or is being, and nobody has asked for it."""
+    return block is not None and block.reservation is not None

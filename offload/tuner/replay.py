@@ -91,6 +91,9 @@ class Replay(ABC):
         self._places = list(order.values())
         self._rank = {save: rank for rank, save in enumerate(order)}
         self._cursor = 0
+        self._at_hand = -1  # the block saved last, or asked for last
+        self._early: set[int] = set()  # brought back, and not asked for yet
+        self._early_bytes = 0
         self._uses_left = Counter(t.block for t in record.touches if t.is_use)
         self._dying: list[int] = []
 
@@ -188,6 +191,10 @@ class Replay(ABC):
         block = touch.block
         if self.leaves[block]:
             self.demand(touch)
+            if block in self._early:
+                self._early.remove(block)
+                self._early_bytes -= self.record.blocks[block].nbytes
+            self._at_hand = block
             self._look_ahead(self._rank[touch.save])
             self.take(block)
         self._uses_left[block] -= 1
@@ -199,9 +206,24 @@ class Replay(ABC):
             self._cursor = rank + 1
         while self._cursor < len(self._places):
             block = self._places[self._cursor]
-            if block not in self.dead and not self.prefetch(block):
+            if block not in self.dead and self.is_away(block) and not self._bring_early(block):
                 return
             self._cursor += 1
+
+    def _bring_early(self, block: int) -> bool:
+        """As ``tiers.Inbound`` does: together with what is at hand within ``prefetch_bytes``."""
+        if not self.setting.prefetch_bytes:
+            return False
+        blocks = self.record.blocks
+        left_bytes = self.setting.prefetch_bytes - blocks[self._at_hand].nbytes
+        nbytes = blocks[block].nbytes
+        if self._early_bytes and self._early_bytes + nbytes > left_bytes:
+            return False
+        if not self.prefetch(block):
+            return False
+        self._early.add(block)
+        self._early_bytes += nbytes
+        return True
 
     # -- what the kinds differ in ------------------------------------------------------------------
 
@@ -212,6 +234,10 @@ class Replay(ABC):
     @abstractmethod
     def send_out(self, block: int) -> bool:
         """It leaves; False if there is no room for it and it stays."""
+
+    @abstractmethod
+    def is_away(self, block: int) -> bool:
+        """Whether it would have to be brought back."""
 
     @abstractmethod
     def prefetch(self, block: int) -> bool:
@@ -238,6 +264,9 @@ class _Keeping(Replay):
 
     def send_out(self, block: int) -> bool:
         raise AssertionError("nothing leaves")
+
+    def is_away(self, block: int) -> bool:
+        raise AssertionError("nothing left")
 
     def prefetch(self, block: int) -> bool:
         raise AssertionError("nothing left")

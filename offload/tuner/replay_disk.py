@@ -114,11 +114,10 @@ class DiskReplay(Replay):
         if host_budget is not None:
             self._arena_bytes = host_budget
         self._slots: dict[int, int] = {}  # padded bytes of those in use, by block
-        self._slot_bytes = self._window_bytes = self._ahead_bytes = 0
+        self._slot_bytes = self._window_bytes = 0
         self._writing: deque[_Transfer] = deque()  # as far as the host has noticed
         self._by_block: dict[int, _Transfer] = {}  # newest transfer of a block
         self._on_disk: set[int] = set()
-        self._reserved: set[int] = set()
         self._served: set[int] = set()  # from a slot, which then stays
 
     def saved(self, touch: Touch) -> None:
@@ -140,16 +139,14 @@ class DiskReplay(Replay):
         self.drop(block)
         return True
 
+    def is_away(self, block: int) -> bool:
+        held = self.record.blocks[block].held
+        return block in self._on_disk and block not in self._slots and not held
+
     def prefetch(self, block: int) -> bool:
-        if block not in self._on_disk or block in self._slots or self.record.blocks[block].held:
-            return True
-        nbytes, limit_bytes = self.record.blocks[block].nbytes, self.setting.prefetch_bytes
-        if not limit_bytes or (self._ahead_bytes and self._ahead_bytes + nbytes > limit_bytes):
-            return False
+        nbytes = self.record.blocks[block].nbytes
         if not self._fits_arena(nbytes):
             return False
-        self._ahead_bytes += nbytes
-        self._reserved.add(block)
         self._take_slot(block)
         self._by_block[block] = self._disk.read(block, _padded(nbytes), self.now_ns)
         return True
@@ -170,9 +167,6 @@ class DiskReplay(Replay):
         self._by_block[block] = self._disk.read(block, _padded(nbytes), self.now_ns, urgent=True)
 
     def take(self, block: int) -> None:
-        if block in self._reserved:
-            self._reserved.remove(block)
-            self._ahead_bytes -= self.record.blocks[block].nbytes
         self._served.add(block)
         if block in self._on_disk and block in self._slots:
             self.wait(self._disk.end_of(self._by_block[block]), "stall_ns")

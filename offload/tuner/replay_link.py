@@ -35,13 +35,12 @@ class LinkReplay(Replay):
         self._latency_ns = 1e9 * (self.profile.link_latency_seconds or 0.0)
         self._host_ns = 0.0
         self._out_free_ns = self._in_free_ns = 0.0
-        self._window_bytes = self._ahead_bytes = 0
+        self._window_bytes = 0
         self._copies: deque[_Copy] = deque()  # not yet settled, oldest first
         self._produced_ns: dict[int, float] = {}
         self._copied_ns: dict[int, float] = {}  # when the copy out of a block that left ends
         self._away: set[int] = set()  # settled: only in host memory
         self._arrives_ns: dict[int, float] = {}  # of blocks that were brought back
-        self._reserved: set[int] = set()
 
     def saved(self, touch: Touch) -> None:
         self._produced_ns[touch.block] = self.now_ns
@@ -63,14 +62,11 @@ class LinkReplay(Replay):
         self._settle_done()
         return True
 
+    def is_away(self, block: int) -> bool:
+        held = self.record.blocks[block].held
+        return block in self._away and block not in self._arrives_ns and not held
+
     def prefetch(self, block: int) -> bool:
-        if block not in self._away or block in self._arrives_ns or self.record.blocks[block].held:
-            return True
-        nbytes, limit_bytes = self.record.blocks[block].nbytes, self.setting.prefetch_bytes
-        if not limit_bytes or (self._ahead_bytes and self._ahead_bytes + nbytes > limit_bytes):
-            return False
-        self._ahead_bytes += nbytes
-        self._reserved.add(block)
         self._bring(block)
         return True
 
@@ -82,9 +78,6 @@ class LinkReplay(Replay):
             self._bring(block)
 
     def take(self, block: int) -> None:
-        if block in self._reserved:
-            self._reserved.remove(block)
-            self._ahead_bytes -= self.record.blocks[block].nbytes
         if block in self._arrives_ns:
             self.wait(self._arrives_ns[block], "stall_ns")
 

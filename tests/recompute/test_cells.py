@@ -81,7 +81,7 @@ def test_all_cells_start_back_before_the_recomputation(
     """In the first step too, which nothing was learned for, and with room for one region only."""
     log: list[str] = []
     engine = LoggingEngine(real_engine, log)
-    session = open_session(_engine=engine, prefetch_bytes=4 * 64 * 16 * 4)
+    session = open_session(_engine=engine, prefetch_bytes=5 * 64 * 16 * 4)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
 
     def region(x: Tensor) -> Tensor:

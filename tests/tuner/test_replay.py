@@ -94,8 +94,9 @@ def test_bytes_alive_on_the_device_are_window_and_tail() -> None:
     windows = setting(window_bytes=2 * MIB, keep_last_bytes=3 * MIB, prefetch_bytes=0)
     found = predicted(LinkReplay, record, windows)
     assert found.peak_live_bytes == 6 * MIB  # and the one that is being saved
-    # What was not settled is still there when backward begins, and two more come back.
-    ahead = predicted(LinkReplay, record, replace(windows, prefetch_bytes=2 * MIB))
+    # What was not settled is still there when backward begins, and two more come back beside the
+    # one in use.
+    ahead = predicted(LinkReplay, record, replace(windows, prefetch_bytes=3 * MIB))
     assert ahead.peak_live_bytes == 7 * MIB
 
 
@@ -105,7 +106,7 @@ def test_bytes_alive_on_the_cpu_include_the_slots() -> None:
     # Two slots, and what the second is filled from.
     assert predicted(DiskReplay, record, windows).peak_live_bytes == 3 * MIB
     # Backward begins with two that are still being written, and two more come back.
-    ahead = predicted(DiskReplay, record, replace(windows, prefetch_bytes=2 * MIB))
+    ahead = predicted(DiskReplay, record, replace(windows, prefetch_bytes=3 * MIB))
     assert ahead.peak_live_bytes == 4 * MIB
     assert plain_prediction(record).peak_live_bytes == 16 * MIB
 

@@ -92,8 +92,9 @@ def test_nothing_is_read_ahead_without_a_window(open_session, any_engine: str) -
 
 
 def test_no_more_is_read_ahead_than_the_window(open_session, any_engine: str) -> None:
+    """What the operator at work has asked for counts, too."""
     nbytes = 64 * 64 * 4
-    session = open_session(engine=any_engine, prefetch_bytes=2 * nbytes)
+    session = open_session(engine=any_engine, prefetch_bytes=3 * nbytes)
     x = rand(64, 64).requires_grad_()
     with session.step():
         loss = chain(x * 1, 10)
@@ -183,7 +184,7 @@ def test_forwards_in_flight_share_one_window(open_session, any_engine: str, dept
         report = pipeline(session, x, depth)
         assert report.misses == 0
         assert report.read_bytes <= report.written_bytes
-    assert session._tiers.inbound.ahead.peak_bytes == 4 * nbytes
+    assert session._tiers.inbound.ahead.peak_bytes == 3 * nbytes  # beside the one in use
 
 
 def test_saved_tensors_asked_for_twice_are_learned(open_session, any_engine: str) -> None:
