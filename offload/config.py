@@ -132,9 +132,9 @@ class Config:
         disk_budget: most bytes of the scratch files of all processes on this machine, each of
             which takes an equal share. ``None``: what the file system has.
         host_budget: most bytes of host memory that hold copies on their way out or back, shared
-            like ``disk_budget``. ``None``: ``window_bytes + prefetch_bytes`` of each process on
-            ``"cpu"``; with an accelerator, half of what is available now. It is taken and pinned
-            as need grows.
+            like ``disk_budget``. ``None``: on ``"cpu"`` twice ``window_bytes + prefetch_bytes`` of
+            each process, as operators work in it, too; with an accelerator, half of what is
+            available now. It is taken and pinned as need grows.
         budget_scope: ``"node"``: the two budgets are those of this machine, and divided by the
             processes on it (``$LOCAL_WORLD_SIZE``, which torchrun sets). ``"rank"``: they are those
             of this process.
@@ -147,7 +147,8 @@ class Config:
         window_bytes: most bytes on their way out at one time: of storages being copied from an
             accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
             A storage larger than this passes alone.
-        prefetch_bytes: most bytes brought back before backward has asked for them; 0 for none.
+        prefetch_bytes: most bytes brought back before backward has asked for them, together with
+            the storage it has asked for last; one more may come whatever its size. 0: none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
             once. The newest storage stays even if it is larger; 0 sends everything out at once.
         trim_bytes: 0: memory of what has left the CPU's memory is offered to the system, which
@@ -187,7 +188,7 @@ class Config:
     device_budget: int | None = field(default=None, converter=_to_device_budget)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)
-    prefetch_bytes: int = _size(40 * MiB)
+    prefetch_bytes: int = _size(80 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
     trim_bytes: int | None = _size(None)
     verify: bool = field(default=False, validator=_one_of(True, False))
@@ -226,8 +227,11 @@ class Config:
             return self.host_budget // self._shares
         windows_bytes = self.window_bytes + self.prefetch_bytes
         if self.device.type == "cpu":
-            # A slab costs nothing until it is touched, and the budget counts what is.
-            return max(windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2))
+            # A slab costs nothing until it is touched, and the budget counts what is. The windows
+            # bound what is on its way; what backward works on stays in its slots meanwhile.
+            return max(
+                2 * windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2)
+            )
         return max(windows_bytes, available_memory_bytes() // 2 // local_processes())
 
     @property

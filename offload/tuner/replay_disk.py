@@ -110,7 +110,7 @@ class DiskReplay(Replay):
             read_bytes_per_s=rates.disk_read_bytes_per_s,
         )
         self._copy_ns = 1e9 / rates.copy_bytes_per_s if rates.copy_bytes_per_s else 0.0
-        self._arena_bytes = setting.window_bytes + setting.prefetch_bytes
+        self._arena_bytes = 2 * (setting.window_bytes + setting.prefetch_bytes)  # see Config
         if host_budget is not None:
             self._arena_bytes = host_budget
         self._slots: dict[int, int] = {}  # padded bytes of those in use, by block

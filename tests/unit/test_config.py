@@ -114,7 +114,7 @@ def test_device() -> None:
 
 def test_budget_smaller_than_the_window() -> None:
     assert Config(host_budget="8MiB", window_bytes="8MiB").arena_bytes == 8 << 20
-    assert Config(window_bytes="8MiB", prefetch_bytes="1MiB").arena_bytes == 9 << 20
+    assert Config(window_bytes="8MiB", prefetch_bytes="1MiB").arena_bytes == 18 << 20
     with pytest.raises(ValueError, match="host_budget is 1 MiB, less than window_bytes of 2 MiB"):
         Config(host_budget="1MiB", window_bytes="2MiB")
 
