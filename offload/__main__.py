@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from offload import __version__, demo, merge_traces, plan_command, sweep
+from offload import __version__, demo, merge_traces, plan_command, sweep, terminal
 from offload.probe.command import command as probe
 from offload.profiler import command as profiler_command
 from offload.tuner.command import command as tune
@@ -15,7 +15,13 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """Ends with the shell's status for an interrupt; click's own, 1, is a verdict of ours."""
+    """Ends in one line whatever happens to the terminal, and with the shell's status for an
+    interrupt; click's own, 1, is a verdict of ours.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with terminal.opened():
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

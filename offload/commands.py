@@ -1,94 +1,144 @@
-"""What commands that run a target share: how it is loaded, and how its failures are told."""
+"""What commands that run a target share: how it is loaded, and how failures are told."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
-from offload.errors import OffloadError
-from offload.failure import Failure
+from offload.errors import OffloadError, PlanError
+from offload.failure import Failure, Refusal, mistakes_told
+from offload.measure import session_options
 from offload.targets import Target, TargetError, load_target
+from offload.terminal import kept_out, one_line
 
-__all__ = ["expect_writable", "guarded", "kept_out", "loaded", "told"]
+__all__ = ["expect_installed", "options_of", "running"]
+
+_OF_A_SESSION = ("disk_dir", "engine", "device", "host_budget", "disk_budget")
 
 
-def loaded(text: str, seed: int) -> Target:
-    """The target of this name.
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the session that the command line gives.
 
     Raises:
-        click.UsageError: there is none.
-        Failure: its own code failed.
+        click.UsageError: one of them cannot work.
     """
-    try:
-        return load_target(text, seed=seed)
-    except TargetError as error:
-        raise click.UsageError(str(error)) from None
-    except (Exception, SystemExit) as error:
-        raise Failure(f"the target {text!r} could not be loaded: {_told(error)}") from None
+    with mistakes_told():
+        return session_options(given["options"], **{k: given.get(k) for k in _OF_A_SESSION})
+
+
+def expect_installed(module: str, option: str, extra: str) -> None:
+    """Before minutes are spent on what could not be finished.
+
+    Raises:
+        click.UsageError: it is not.
+    """
+    if find_spec(module) is None:
+        raise click.UsageError(f"{option} needs {module}: pip install 'offload[{extra}]'")
 
 
 @contextlib.contextmanager
-def told(target: Target) -> Iterator[None]:
-    """Inside, what goes wrong while steps of ``target`` run is told in one line."""
+def running(given: Mapping[str, Any]) -> Iterator[Target]:
+    """Loads the target; what goes wrong inside is told in one line, as what it is.
+
+    Whatever the target prints goes to standard error, and the working directory is what it was
+    afterwards.
+
+    Args:
+        given: ``target``, ``seed`` and ``threads`` of the command line.
+
+    Raises:
+        click.UsageError: a mistake in what was given: there is no such target, or it is none that
+            this can be done with.
+        Refusal: no plan fits.
+        Failure: its own code failed, or the system did.
+    """
+    if given["threads"] is not None:
+        torch.set_num_threads(given["threads"])
+    with _same_directory(), kept_out():
+        try:
+            yield _guarded(_loaded(given["target"], given["seed"]))
+        except click.ClickException:
+            raise
+        except (TypeError, ValueError) as error:
+            raise click.UsageError(one_line(str(error))) from None
+        except PlanError as error:
+            raise Refusal(one_line(str(error))) from None
+        except (OffloadError, OSError) as error:
+            raise Failure(one_line(str(error))) from None
+
+
+@contextlib.contextmanager
+def _same_directory() -> Iterator[None]:
+    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield
-    except click.ClickException:
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+def _loaded(text: str, seed: int) -> Target:
+    try:
+        return load_target(text, seed=seed)
+    except (TargetError, KeyboardInterrupt):
         raise
-    except (OffloadError, OSError) as error:
-        raise Failure(str(error)) from None
-    except (Exception, SystemExit) as error:
-        raise _failure(target, error) from None
+    except BaseException as error:
+        raise Failure(f"the target {text!r} could not be loaded: {_told(error)}") from None
 
 
-def guarded(target: Target, *, as_json: bool) -> Target:
-    """The same target, for whoever has uses of its own for what this package raises.
-
-    Of its step, what its own code raises is a ``Failure``, and what it prints stays out of a
-    document.
-    """
+def _guarded(target: Target) -> Target:
+    """The same target; what its step raises, and is none of ours, is a ``Failure``."""
+    parent = os.getpid()
 
     def step() -> object:
-        with kept_out(as_json):
-            try:
-                return target.step()
-            except (OffloadError, click.ClickException):
-                raise
-            except (Exception, SystemExit) as error:
-                raise _failure(target, error) from None
+        try:
+            result = target.step()
+        except (OffloadError, click.ClickException, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            _end_if_forked(parent, error)
+            raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
+        _end_if_forked(parent)
+        if inspect.isgenerator(result) or inspect.iscoroutine(result):
+            result.close()
+            raise TargetError(
+                f"the step of {target.name!r} returned a {type(result).__name__} and ran nothing: "
+                "give a plain function, neither async nor with yield"
+            )
+        return result
 
     return replace(target, step=step)
 
 
-def kept_out(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Inside, what is printed does not get into the document that a command prints."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-
-
-def expect_writable(file: Path, option: str) -> None:
-    """Before minutes are spent on what could not be written.
-
-    Raises:
-        click.UsageError: it cannot.
-    """
-    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise click.UsageError(f"{str(file)!r} cannot be written: choose another {option}")
-
-
-def _failure(target: Target, error: BaseException) -> Failure:
-    return Failure(f"a step of {target.name!r} failed: {_told(error)}")
+def _end_if_forked(parent: int, error: BaseException | None = None) -> None:
+    """A child that a step forked and that comes back from it is not to run the command too."""
+    if os.getpid() == parent:
+        return
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _told(error: BaseException) -> str:
     """An exception in one line, and where it was raised."""
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    what = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    if isinstance(error, SyntaxError):
+        return what  # which says where itself
     frames = traceback.extract_tb(error.__traceback__)
     here, inside = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     own = [f for f in frames if not f.filename.startswith((here, inside, "<"))]

@@ -20,20 +20,21 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from offload import arguments, terminal
+from offload.commands import options_of
 from offload.errors import OffloadError
 from offload.failure import Failure
 from offload.measure import (
     activation_meter,
     fingerprint,
     mark_memory,
-    session_options,
     worker_messages,
 )
 from offload.session import Session
+from offload.tables import FigureTable, Prose
 from offload.units import format_bytes, format_seconds
 from offload.workloads import PRESETS, TrainableModel, preset
 
@@ -195,43 +196,34 @@ def _flip_one_bit(model: TrainableModel) -> None:
 
 
 @click.command("demo")
-@click.option("--steps", type=click.IntRange(min=WARMUP_STEPS + 1), help="Optimizer steps [6].")
+@arguments.of_a_session
 @click.option(
-    "--disk-dir",
-    type=click.Path(exists=True, file_okay=False, writable=True),
-    help="Directory of the scratch file [$OFFLOAD_DIR, else the temporary directory].",
+    "--steps",
+    type=click.IntRange(min=WARMUP_STEPS + 1),
+    metavar="NUMBER",
+    help="Optimizer steps [6; with --quick 5].",
 )
 @click.option(
-    "--engine", type=click.Choice(["native", "aio"]), help="Disk engine [native if built]."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch [its default].")
-@click.option("--workload", type=click.Choice(list(PRESETS)), help="Model and data [demo].")
-@click.option(
-    "--option",
-    "options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Option of the session, e.g. min_offload_bytes=256KiB. May be repeated.",
+    "--workload", type=click.Choice(list(PRESETS)), metavar="NAME", help="Model and data [demo]."
 )
 @click.option("--quick", is_flag=True, help="A smaller model and 5 steps.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-@click.option("--quiet", is_flag=True, help="Print the verdict only.")
+@arguments.seed
+@arguments.threads
+@arguments.json_format
+@arguments.quiet
 @click.option(
     "--flip-bit-at", type=int, hidden=True, help="Step whose gradient gets one bit wrong."
 )
 def command(
     steps: int | None,
-    disk_dir: str | None,
-    engine: str | None,
+    workload: str | None,
+    quick: bool,
     seed: int,
     threads: int | None,
-    workload: str | None,
-    options: tuple[str, ...],
-    quick: bool,
     as_json: bool,
     quiet: bool,
     flip_bit_at: int | None,
+    **given: Any,
 ) -> None:
     """Train a small GPT plain and offloaded, and compare every bit.
 
@@ -239,31 +231,29 @@ def command(
     runs have a process of their own. Exit status: 0 if all losses, gradients and parameters are the
     same to the last bit, 1 if not, 2 for wrong usage, 3 if a run failed.
     """
-    try:
-        given = session_options(options, disk_dir=disk_dir, engine=engine)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
     name = workload or ("demo-quick" if quick else "demo")
     plain_task = Task(False, name, steps or (5 if quick else 6), seed, threads)
-    offloaded_task = replace(plain_task, offloaded=True, session=given, flip_bit_at=flip_bit_at)
-    console = Console(quiet=quiet or as_json, highlight=False)
-    console.print(f"[bold]{preset(name).summary}[/], {plain_task.steps} steps, twice")
+    offloaded_task = replace(
+        plain_task, offloaded=True, session=options_of(given), flip_bit_at=flip_bit_at
+    )
+    console = terminal.results(quiet=quiet or as_json)
+    summary = Text.assemble((preset(name).summary, "bold"), f", {plain_task.steps} steps, twice")
+    console.print(Prose(summary))
     try:
-        plain = _run(plain_task, console)
-        offloaded = _run(offloaded_task, console)
-    except OffloadError as error:
+        plain = _run(plain_task, quiet=quiet or as_json)
+        offloaded = _run(offloaded_task, quiet=quiet or as_json)
+    except (OffloadError, OSError) as error:
         raise Failure(str(error)) from None
     found = differences(plain, offloaded)
     if as_json:
-        click.echo(json.dumps(_document(plain_task, plain, offloaded, found)))
-    console.print(_curves(plain, offloaded), _summary(plain, offloaded))
-    verdict = _verdict(plain, offloaded, found)
-    if not as_json:
-        Console(highlight=False, soft_wrap=True).print(verdict)
+        terminal.print_json(_document(plain_task, plain, offloaded, found))
+    else:
+        console.print(_curves(plain, offloaded), _summary(plain, offloaded))
+        terminal.results(wrapped=not quiet).print(Prose(_verdict(plain, offloaded, found)))
     sys.exit(1 if found else 0)
 
 
-def _run(task: Task, console: Console) -> Run:
+def _run(task: Task, *, quiet: bool) -> Run:
     run = Run()
     columns = (
         TextColumn("{task.description:10}"),
@@ -272,7 +262,7 @@ def _run(task: Task, console: Console) -> Run:
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with terminal.progress(*columns, quiet=quiet) as progress:
         name = "offloaded" if task.offloaded else "plain"
         bar = progress.add_task(name, total=task.steps, loss="")
         for message in worker_messages(["-m", "offload.demo", json.dumps(asdict(task))]):
@@ -288,8 +278,8 @@ def _run(task: Task, console: Console) -> Run:
     return run
 
 
-def _curves(plain: Run, offloaded: Run) -> Table:
-    table = Table(title="Loss and gradients, step by step")
+def _curves(plain: Run, offloaded: Run) -> FigureTable:
+    table = FigureTable(title="Loss and gradients, step by step")
     for heading in ("step", "plain", "offloaded", "loss", "gradients"):
         table.add_column(heading, justify="right")
     steps = zip(plain.losses, offloaded.losses, plain.gradients, offloaded.gradients, strict=False)
@@ -304,12 +294,12 @@ def _curves(plain: Run, offloaded: Run) -> Table:
     return table
 
 
-def _same_or_not(same: bool) -> str:
-    return "[green]same bits[/]" if same else "[bold red]DIFFERENT[/]"
+def _same_or_not(same: bool) -> Text:
+    return Text("same bits", "green") if same else Text("DIFFERENT", "bold red")
 
 
-def _summary(plain: Run, offloaded: Run) -> Table:
-    table = Table(title="Cost, median of the steps after the warm-up")
+def _summary(plain: Run, offloaded: Run) -> FigureTable:
+    table = FigureTable(title="Cost, median of the steps after the warm-up")
     table.add_column("")
     for heading in ("plain", "offloaded", "ratio"):
         table.add_column(heading, justify="right")
@@ -335,23 +325,25 @@ def _summary(plain: Run, offloaded: Run) -> Table:
     for what, value in rows.items():
         table.add_row(f"{what}, all steps", "", value, "")
     for warning in report.get("warnings", ()):
-        table.add_row("[yellow]warning[/]", "", warning, "")
+        table.add_row("warning", "", warning, "", style="yellow")
     return table
 
 
-def _verdict(plain: Run, offloaded: Run, found: list[str]) -> str:
+def _verdict(plain: Run, offloaded: Run, found: list[str]) -> Text:
     if found:
-        return f"[bold red]Not the same:[/] {', '.join(found)} differ."
+        return Text.assemble(("Not the same:", "bold red"), f" {', '.join(found)} differ.")
     steps = len(plain.losses)
     moved = (offloaded.report or {}).get("offloaded_bytes", 0)
-    told = (
-        f"[bold green]Bit for bit the same[/]: {steps} losses, the gradients of {steps} steps, the "
-        f"final parameters and the held-out loss, {float.fromhex(plain.held_out_loss):.4f}."
+    told = Text.assemble(
+        ("Bit for bit the same", "bold green"),
+        f": {steps} losses, the gradients of {steps} steps, the final parameters and the held-out "
+        f"loss, {float.fromhex(plain.held_out_loss):.4f}.",
     )
     if not moved:
-        told += (
-            " [yellow]But nothing was offloaded: what this model saves is too small. Lower "
-            "min_offload_bytes and keep_last_bytes with --option.[/]"
+        told.append(
+            " But nothing was offloaded: what this model saves is too small. Lower "
+            "min_offload_bytes and keep_last_bytes with --option.",
+            "yellow",
         )
     return told
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
 
 from offload.report import StepReport
-from offload.tables import text_of
+from offload.tables import FigureTable, text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Figure", "RankReports", "Straggler", "gather"]
@@ -120,10 +119,10 @@ class RankReports:
     def __str__(self) -> str:
         return text_of(self.table())
 
-    def table(self) -> Table:
+    def table(self) -> FigureTable:
         """The figures for people, as a ``rich`` table."""
         count = len(self.reports)
-        table = Table(title=f"offload: {count} rank{'s' if count != 1 else ''}")
+        table = FigureTable(title=f"offload: {count} rank{'s' if count != 1 else ''}")
         for heading in ("", "least", "median", "most", "by rank"):
             table.add_column(heading, justify="left" if not heading else "right")
         for name, figure in self.figures.items():

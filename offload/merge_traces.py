@@ -13,6 +13,9 @@ from typing import Any
 
 import click
 
+from offload import arguments
+from offload.terminal import save
+
 __all__ = ["command", "merged_trace"]
 
 Trace = dict[str, Any]
@@ -107,7 +110,7 @@ def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -
 
 
 @click.command("merge-traces")
-@click.argument("output", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.argument("output", type=arguments.OUTPUT_FILE)
 @click.argument(
     "traces",
     nargs=-1,
@@ -115,22 +118,18 @@ def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 @click.option("--quiet", is_flag=True, help="Print nothing.")
-def command(output: Path, traces: tuple[Path, ...], quiet: bool) -> None:
+def command(output: str, traces: tuple[Path, ...], quiet: bool) -> None:
     """Put the timelines of several ranks into one file, OUTPUT, which ui.perfetto.dev opens.
 
     TRACES are the ranks' files in the order of the ranks, JSON in the Trace Event Format, perhaps
-    compressed (.gz). Exit status: 0 if it was written, 2 for wrong usage.
+    compressed (.gz). Exit status: 0 if it was written, 2 for wrong usage, 3 if it could not be.
     """
     try:
         merged = merged_trace([_read(path) for path in traces])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    text = json.dumps(merged)
-    data = text.encode()
-    try:
-        output.write_bytes(gzip.compress(data) if output.suffix == ".gz" else data)
-    except OSError as error:
-        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+    data = json.dumps(merged).encode()
+    save(output, gzip.compress(data) if output.endswith(".gz") else data)
     if not quiet:
         click.echo(f"{len(merged['traceEvents'])} events of {len(traces)} ranks in {output}")
 

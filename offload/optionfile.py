@@ -17,6 +17,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from offload.files import write_whole
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -82,13 +84,7 @@ def write_options(
         if values:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
-    target = Path(os.fspath(path))
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _toml(value: int | float | bool | str) -> str:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from offload import arguments, terminal
+from offload.commands import expect_installed, options_of, running
 from offload.errors import OffloadError, PlanError
 from offload.measure import activation_meter
-from offload.plan_command import Failed, measured_target, opened, target_options
+from offload.plan_command import measured_target, of_a_model
 from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
 from offload.session import Session
+from offload.tables import FigureTable
 from offload.targets import Target
 from offload.units import format_bytes, format_seconds
 
@@ -116,9 +116,9 @@ def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) ->
 # -- showing it -----------------------------------------------------------------------------------
 
 
-def table_of(points: Sequence[Point]) -> Table:
+def table_of(points: Sequence[Point]) -> FigureTable:
     """The points for people."""
-    table = Table(title="memory and time of a step")
+    table = FigureTable(title="memory and time of a step")
     for name in ("", "budget", "peak, predicted", "measured", "step, predicted", "measured"):
         table.add_column(name, justify="left" if not name else "right")
     for p in points:
@@ -190,50 +190,74 @@ def page(points: Sequence[Point], title: str) -> str:
 
 
 @click.command(name="sweep", short_help="Memory against time: plans, plain, recompute, offload.")
-@target_options
-@click.option("--points", default=5, show_default=True, type=click.IntRange(1), help="Budgets.")
+@of_a_model
 @click.option(
-    "--steps", default=2, show_default=True, type=click.IntRange(0),
+    "--points",
+    type=click.IntRange(1, 1000),
+    metavar="NUMBER",
+    default=5,
+    show_default=True,
+    help="Budgets.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=0),
+    metavar="NUMBER",
+    default=2,
+    show_default=True,
     help="Measured steps of each point, after one to warm up; 0: predictions only.",
-)  # fmt: skip
-@click.option("--png", type=click.Path(dir_okay=False), help="Draw the curve (needs matplotlib).")
-@click.option("--html", "page_path", type=click.Path(dir_okay=False), help="One HTML file of it.")
+)
+@click.option(
+    "--png", type=arguments.OUTPUT_FILE, metavar="FILE", help="Draw the curve (needs matplotlib)."
+)
+@click.option(
+    "--html",
+    "page_path",
+    type=arguments.OUTPUT_FILE,
+    metavar="FILE",
+    help="One HTML file of it (needs matplotlib).",
+)
+@arguments.json_format
+@arguments.quiet
 def command(
-    target: str, points: int, steps: int, png: str | None, page_path: str | None, **given: Any
+    points: int,
+    steps: int,
+    segments: tuple[str, ...],
+    png: str | None,
+    page_path: str | None,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
 ) -> None:
     """Measure TARGET, plan for several budgets, run each plan, and show memory against time.
 
     Beside the plans: everything kept, every segment recomputed, every segment offloaded, all by the
-    same runtime. TARGET is as for the command plan. Exit status: 0; 1 if it cannot be measured; 2
-    for wrong usage.
+    same runtime. TARGET is as for the command plan. Exit status: 0; 2 for wrong usage; 3 if the
+    target fails.
     """
-    loaded, options = opened(target, given)
-    console = Console(quiet=given["quiet"] or given["as_json"], stderr=True)
-    try:
+    for path, option in ((png, "--png"), (page_path, "--html")):
+        if path is not None:
+            expect_installed("matplotlib", option, "plot")
+    options = options_of(given)
+    with running(given) as target:
         found = measured_target(
-            loaded, options, console,
-            device_budget=None, segments=given["segments"], solver="search",
+            target, options, device_budget=None, segments=segments, solver="search",
+            quiet=quiet or as_json,
         )  # fmt: skip
         done: list[Point] = []
         columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with terminal.progress(*columns, quiet=quiet or as_json) as progress:
             bar = progress.add_task("points", total=points + 3)
-            for point in sweep(loaded, found, options, points, steps):
+            for point in sweep(target, found, options, points, steps):
                 done.append(point)
                 progress.update(bar, advance=1)
-        title = f"{loaded.name}: memory and time of a step"
-        if png is not None:
-            Path(png).write_bytes(picture(done, title, "png"))
-        if page_path is not None:
-            Path(page_path).write_text(page(done, title))
-    except (OffloadError, OSError) as error:
-        raise Failed(str(error)) from None
-    if given["as_json"]:
-        document = {
-            "format": JSON_FORMAT,
-            "target": loaded.name,
-            "points": [asdict(p) for p in done],
-        }
-        click.echo(json.dumps(document))
+    title = f"{target.name}: memory and time of a step"
+    if png is not None:
+        terminal.save(png, picture(done, title, "png"))
+    if page_path is not None:
+        terminal.save(page_path, page(done, title))
+    if as_json:
+        points_told = [asdict(p) for p in done]
+        terminal.print_json({"format": JSON_FORMAT, "target": target.name, "points": points_told})
     else:
-        Console(highlight=False, width=110).print(table_of(done))
+        terminal.results().print(table_of(done))

@@ -26,6 +26,7 @@ hypothesis.settings.register_profile(
     "same", derandomize=True, deadline=None, database=None, max_examples=50
 )
 hypothesis.settings.load_profile("same")
+os.environ.pop("COLUMNS", None)  # of the terminal that the tests are run from
 
 ENGINES = ["native", "aio"]
 Opener = Callable[..., offload.Session]

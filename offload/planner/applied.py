@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from rich.table import Table
 from torch import nn
 
 from offload.errors import PlanError
@@ -16,7 +15,7 @@ from offload.planner.plan import Plan
 from offload.planner.profile import Budgets
 from offload.planner.segments import find_segments
 from offload.report import Counters
-from offload.tables import text_of
+from offload.tables import FigureTable, text_of
 from offload.tiers import Tiers
 from offload.units import format_bytes, format_seconds
 
@@ -104,9 +103,9 @@ class Planned:
     def __str__(self) -> str:
         return text_of(self.table())
 
-    def table(self) -> Table:
+    def table(self) -> FigureTable:
         """Predicted beside measured, the median of the newest steps, as a ``rich`` table."""
-        table = Table(title="plan, predicted and measured")
+        table = FigureTable(title="plan, predicted and measured")
         for name in ("", "predicted", "measured"):
             table.add_column(name, justify="left" if not name else "right")
         plan, newest = self.plan, self.measured[-_NEWEST:]

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rich.table import Table
-
 from offload.errors import PlanError
 from offload.planner.model import Chain, Links, Walk, caps, predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
-from offload.tables import text_of
+from offload.tables import FigureTable, text_of
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
@@ -190,12 +188,12 @@ class Plan:
     # -- for people -------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return text_of(self.table(), width=110)
+        return text_of(self.table())
 
-    def table(self) -> Table:
+    def table(self) -> FigureTable:
         """The plan for people, as a ``rich`` table."""
         budget = format_bytes(self.budgets.device_bytes)
-        table = Table(
+        table = FigureTable(
             title=f"plan for {budget} on {self.device}, inputs {self.signature or 'unknown'}",
             caption=self.summary(),
             caption_justify="left",

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from offload import arguments, terminal
+from offload.arguments import Number
 from offload.config import Config
-from offload.failure import Failure
+from offload.failure import Failure, mistakes_told
 from offload.probe.profile import MachineProfile, save_profile
 from offload.probe.survey import passes, survey
 from offload.probe.verdicts import Finding, Level, Survey, findings
+from offload.tables import FigureTable, Prose
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["command"]
@@ -31,15 +33,18 @@ _STYLES = {Level.GOOD: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Lev
 
 @click.command("probe")
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path())
-@click.option("--device", help="Device that trains [the accelerator, else cpu].")
-@click.option("--engine", type=click.Choice(["native", "aio"]), help="Disk engine [native].")
+@arguments.device
+@arguments.engine
 @click.option("--quick", is_flag=True, help="A few seconds: fewer settings, shorter passes.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), help="Length of one pass [0.5]."
+    "--seconds",
+    type=Number(min=0, min_open=True, max=600),
+    metavar="SECONDS",
+    help="Length of one pass [0.5; with --quick 0.05].",
 )
 @click.option("--no-fio", is_flag=True, help="Do not compare with fio.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-@click.option("--quiet", is_flag=True, help="Print the verdicts only.")
+@arguments.json_format
+@arguments.quiet
 def command(
     directory: str | None,
     device: str | None,
@@ -56,14 +61,12 @@ def command(
     The rates are remembered for "offload tune" and "offload.plan". Exit status: 0; 1 if offloading
     there would not do what it is for; 2 for wrong usage; 3 if something could not be measured.
     """
-    try:
+    with mistakes_told():
         config = Config(disk_dir=directory, device=device, engine=engine)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
-    console = Console(quiet=quiet or as_json, highlight=False)
     with_fio = not no_fio
     try:
-        with _bar(console, passes(config, quick=quick, with_fio=with_fio)) as advance:
+        total = passes(config, quick=quick, with_fio=with_fio)
+        with _bar(total, quiet=quiet or as_json) as advance:
             found = survey(config, quick=quick, with_fio=with_fio, seconds=seconds, advance=advance)
     except (OSError, RuntimeError, ImportError) as error:
         raise Failure(f"{config.disk_dir} could not be measured: {error}") from None
@@ -71,25 +74,33 @@ def command(
     profile = MachineProfile.of(found)
     path = save_profile(config, profile)
     if as_json:
-        click.echo(json.dumps(_document(found, profile, verdicts)))
-    console.print(_facts(found))
-    if found.disk:
-        console.print(_disk(found, asked_for_fio=with_fio))
-    if found.accelerator is not None:
-        console.print(_accelerator(found))
-    if not as_json:
-        _print_verdicts(verdicts, found)
-    console.print(f"[dim]The rates are kept in {path}[/]" if path else "", soft_wrap=True)
+        terminal.print_json(_document(found, profile, verdicts))
+    else:
+        _report(found, verdicts, path, asked_for_fio=with_fio, quiet=quiet)
     sys.exit(1 if any(v.level is Level.BAD for v in verdicts) else 0)
 
 
 @contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar; gives the function that moves it on."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with terminal.progress(*columns, TimeElapsedColumn(), quiet=quiet) as progress:
         task = progress.add_task("", total=total)
         yield lambda what: progress.update(task, advance=1, description=what)
+
+
+def _report(
+    found: Survey, verdicts: list[Finding], path: Path | None, *, asked_for_fio: bool, quiet: bool
+) -> None:
+    tables = terminal.results(quiet=quiet)
+    tables.print(_facts(found))
+    if found.disk:
+        tables.print(_disk(found, asked_for_fio=asked_for_fio))
+    if found.accelerator is not None:
+        tables.print(_accelerator(found))
+    _print_verdicts(terminal.results(wrapped=not quiet), verdicts, found)
+    if path is not None:
+        tables.print(Prose(f"The rates are kept in {path}", style="dim"))
 
 
 def _document(found: Survey, profile: MachineProfile, verdicts: list[Finding]) -> dict[str, Any]:
@@ -99,9 +110,9 @@ def _document(found: Survey, profile: MachineProfile, verdicts: list[Finding]) -
     }  # fmt: skip
 
 
-def _facts(found: Survey) -> Table:
+def _facts(found: Survey) -> FigureTable:
     host, directory = found.host, found.directory
-    table = Table(title="Machine", show_header=False)
+    table = FigureTable(title="Machine", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     alignment = "not told by this kernel"
@@ -121,7 +132,7 @@ def _facts(found: Survey) -> Table:
         "control group": "no limit" if limit is None else format_bytes(limit),
         "lockable memory": "no limit" if locked is None else format_bytes(locked),
         "huge pages": f"{host.huge_pages or 'none'}; {host.hugetlb_free} reserved ones free",
-        "directory": escape(directory.directory),
+        "directory": directory.directory,
         "file system": f"{directory.filesystem} of {directory.source}, "
         f"{format_bytes(directory.free_bytes)} free",
         "direct I/O": f"{'yes' if directory.is_direct else 'no'}, alignment: {alignment}",
@@ -133,8 +144,8 @@ def _facts(found: Survey) -> Table:
     return table
 
 
-def _disk(found: Survey, *, asked_for_fio: bool) -> Table:
-    table = Table(title="Disk, GB/s")
+def _disk(found: Survey, *, asked_for_fio: bool) -> FigureTable:
+    table = FigureTable(title="Disk, GB/s")
     for heading in ("threads", "block", "write", "read", "both: write", "read"):
         table.add_column(heading, justify="right")
     for r in found.disk:
@@ -156,14 +167,14 @@ def _disk(found: Survey, *, asked_for_fio: bool) -> Table:
     return table
 
 
-def _accelerator(found: Survey) -> Table:
+def _accelerator(found: Survey) -> FigureTable:
     device, link = found.accelerator, found.link
     assert device is not None
-    table = Table(title="Accelerator", show_header=False)
+    table = FigureTable(title="Accelerator", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     size = "" if device.memory_bytes is None else f", {format_bytes(device.memory_bytes)}"
-    table.add_row("device", f"{device.device}, {escape(device.name)}{size}")
+    table.add_row("device", f"{device.device}, {device.name}{size}")
     if device.pcie is not None:
         table.add_row("PCIe", f"generation {device.pcie.generation}, x{device.pcie.width}")
     if link is not None:
@@ -178,12 +189,13 @@ def _pair(a: float, b: float) -> str:
     return f"{a / 1e9:.1f}, {b / 1e9:.1f} GB/s"
 
 
-def _print_verdicts(verdicts: list[Finding], found: Survey) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+def _print_verdicts(console: Console, verdicts: list[Finding], found: Survey) -> None:
     if not found.disk:
-        console.print("[yellow]warning[/]  too little free space to measure the disk")
+        warning = (Level.WARNING.value, _STYLES[Level.WARNING])
+        told = Text.assemble(warning, "  too little free space to measure the disk")
+        console.print(Prose(told))
     for verdict in verdicts:
-        style = _STYLES[verdict.level]
-        console.print(f"[{style}]{verdict.level.value:8}[/] {escape(verdict.text)}")
+        level = (f"{verdict.level.value:8}", _STYLES[verdict.level])
+        console.print(Prose(Text.assemble(level, f" {verdict.text}")))
         if verdict.fix:
-            console.print(f"         [dim]{escape(verdict.fix)}[/]")
+            console.print(Prose(f"         {verdict.fix}", style="dim"))

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from offload.config import Config
+from offload.files import write_whole
 from offload.probe.disk import DiskRates
 from offload.probe.link import indexed
 from offload.probe.verdicts import Survey
@@ -184,9 +184,7 @@ def save_profile(config: Config, profile: MachineProfile) -> Path | None:
     }  # fmt: skip
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(document, file)
-        os.replace(file.name, path)  # whole, also beside another process that does the same
+        write_whole(path, json.dumps(document))  # also beside another process that does the same
     except OSError:
         return None
     return path

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
+from offload.files import write_whole
 from offload.measure import Spread
 from offload.profiler.timeline import Timeline
 from offload.profiler.verdict import Verdict
 from offload.report import StepReport
 from offload.report.table import parts
-from offload.tables import text_of
+from offload.tables import FigureTable, Prose, text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["MemoryCurve", "Profile"]
@@ -178,7 +177,7 @@ class Profile:
             "trace.json": json.dumps(self.trace()),
         }
         for name, text in texts.items():
-            (into / name).write_text(text, encoding="utf-8")
+            write_whole(into / name, text)
         files = [into / name for name in texts]
         if png:
             from offload.profiler.picture import save_picture
@@ -192,7 +191,7 @@ class Profile:
 
     def renderable(self) -> Group:
         """The profile for people, for a ``rich`` console."""
-        return Group(_summary(self), *parts(self.report), Text(f"{self.verdict}.", style="bold"))
+        return Group(_summary(self), *parts(self.report), Prose(f"{self.verdict}.", style="bold"))
 
 
 def conditions(device: str) -> dict[str, Any]:
@@ -207,11 +206,11 @@ def conditions(device: str) -> dict[str, Any]:
     }
 
 
-def _summary(profile: Profile) -> Table:
+def _summary(profile: Profile) -> FigureTable:
     pairs = profile.verdict.pairs
     title = f"{profile.name}: {pairs} pairs of steps after {profile.warmup} to warm up"
-    table = Table(title=Text(title, style="table.title"))  # a name may look like markup
-    table.add_column("median \\[range]", style="bold")
+    table = FigureTable(title=title)
+    table.add_column("median [range]", style="bold")
     for heading in ("plain", "offloaded"):
         table.add_column(heading, justify="right")
     times = (told(profile.plain, format_seconds), told(profile.offloaded, format_seconds))
@@ -230,5 +229,6 @@ def _summary(profile: Profile) -> Table:
 
 
 def told(spread: Spread, show: Any) -> str:
-    """A spread for people: ``median [low - high]``."""
-    return f"{show(spread.median)} [{show(spread.low)} - {show(spread.high)}]"
+    """A spread for people: ``median [low - high]``, where a line breaks before the range only."""
+    span = f"[{show(spread.low)} - {show(spread.high)}]"
+    return f"{show(spread.median)} " + span.replace(" ", "\u00a0")

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from offload.tables import text_of
+from offload.tables import FigureTable, text_of
 
 __all__ = ["ModuleDrift", "RecomputeReport", "difference", "report_of"]
 
@@ -78,10 +77,10 @@ class RecomputeReport:
     def __str__(self) -> str:
         return text_of(self.table())
 
-    def table(self) -> Table:
+    def table(self) -> FigureTable:
         """The modules that differ, or one line that says that none does, as a ``rich`` table."""
         compared = sum(m.results for m in self.modules)
-        table = Table(
+        table = FigureTable(
             title=f"recomputed: {self.recomputations} times, {self.regions} regions",
             caption=f"{compared} results of {len(self.modules)} modules compared",
         )

@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from offload.tables import text_of
+from offload.tables import FigureTable, text_of
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -86,9 +84,9 @@ class Comparison:
     def __str__(self) -> str:
         return text_of(self.table())
 
-    def table(self) -> Table:
+    def table(self) -> FigureTable:
         """What changed, as a ``rich`` table."""
-        table = Table(title="per step")
+        table = FigureTable(title="per step")
         if not self.changed():
             table.add_column("no figure differs")
             return table

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from offload.tables import FigureTable, Prose
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -25,15 +24,15 @@ def parts(report: StepReport) -> Iterator[RenderableType]:
     if report.waits:
         yield waits(report)
     for advice in report.advice():
-        yield Text(f"{advice.what}: {advice.hint}", style="yellow")
+        yield Prose(f"{advice.what}: {advice.hint}", style="yellow")
 
 
-def summary(report: StepReport) -> Table:
+def summary(report: StepReport) -> FigureTable:
     """The main figures, one a row."""
-    table = Table(
+    table = FigureTable(
         title=f"offload: {report.steps} step{'s' if report.steps != 1 else ''}", show_header=False
     )
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold")
     table.add_column()
     for name, value in _rows(report).items():
         table.add_row(name, value)
@@ -94,9 +93,9 @@ def operator_told(operator: str) -> str:
     return operator.removesuffix("Backward0")
 
 
-def lanes(report: StepReport) -> Table:
+def lanes(report: StepReport) -> FigureTable:
     """What went over each lane."""
-    table = Table(title="lanes")
+    table = FigureTable(title="lanes")
     table.add_column("", style="bold")
     for heading in ("bytes", "transfers", "busy", "rate", "deepest queue"):
         table.add_column(heading, justify="right")
@@ -113,13 +112,13 @@ def lanes(report: StepReport) -> Table:
     return table
 
 
-def waits(report: StepReport) -> Table:
+def waits(report: StepReport) -> FigureTable:
     """What the computation waited for, longest first."""
-    table = Table(title="what the computation waited for")
+    table = FigureTable(title="what the computation waited for")
     for heading in ("for", "of module", "asked for by", "tensor"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     table.add_column("times", justify="right")
-    table.add_column("in all", justify="right", no_wrap=True)
+    table.add_column("in all", justify="right")
     for wait in report.waits[:_MOST_WAITS]:
         table.add_row(*_wait_row(wait))
     others = report.waits[_MOST_WAITS:]
@@ -134,4 +133,5 @@ def waits(report: StepReport) -> Table:
 def _wait_row(wait: Wait) -> tuple[str, ...]:
     kind = "bytes" if wait.kind == "stall" else "room"
     seconds = format_seconds(wait.seconds)
-    return kind, wait.module, operator_told(wait.operator), wait.tensor, f"{wait.count:,}", seconds
+    tensor = wait.tensor.replace(" ", "\u00a0")
+    return kind, wait.module, operator_told(wait.operator), tensor, f"{wait.count:,}", seconds

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
-from offload.commands import expect_writable, kept_out, loaded, told
+from offload import arguments, terminal
+from offload.arguments import Number
+from offload.commands import options_of, running
 from offload.config import Config
-from offload.failure import Failure
-from offload.measure import session_options
 from offload.probe import machine_profile
+from offload.tables import FigureTable, Prose
 from offload.tuner.decide import Choice
+from offload.tuner.search import Trial
 from offload.tuner.setting import Setting
 from offload.tuner.trial import Measured
 from offload.tuner.tuning import Tuning, tune
-from offload.units import format_bytes, format_seconds, parse_bytes
+from offload.units import format_bytes, format_seconds
 
 __all__ = ["command"]
 
@@ -33,48 +31,65 @@ _DAY_SECONDS = 24 * 3600
 
 
 @click.command("tune")
-@click.argument("target")
-@click.option("--max-live-bytes", metavar="SIZE", help="Most activations alive, e.g. 200MiB.")
+@arguments.of_a_run
+@click.option(
+    "--max-live-bytes",
+    type=arguments.SIZE,
+    metavar="SIZE",
+    help="Most activations alive, e.g. 200MiB.",
+)
 @click.option(
     "--max-overhead",
-    type=click.FloatRange(min=0, max=10),
+    type=Number(min=0, max=10),
     metavar="SHARE",
     help="Most time over a plain step's, 0.05 for 5 % [0.05 without --max-live-bytes].",
 )
-@click.option("--budget-seconds", type=click.FloatRange(min=0), default=300, show_default=True)
-@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Steps of a trial."
+    "--budget-seconds",
+    type=Number(min=0, min_open=True),
+    metavar="SECONDS",
+    default=300,
+    show_default=True,
+    help="No trial begins after so much time.",
 )
-@click.option("--device", help="Device that trains [the accelerator, else cpu].")
-@click.option("--disk-dir", type=click.Path(), help="Directory of the scratch file.")
-@click.option("--engine", type=click.Choice(["native", "aio"]), help="Disk engine [native].")
 @click.option(
-    "--option", "options", metavar="NAME=VALUE", multiple=True, help="Another option to begin with."
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    default=8,
+    show_default=True,
+    help="Settings that are tried at most.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of a workload.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    default=2,
+    show_default=True,
+    help="Timed steps of a trial.",
+)
 @click.option("--remeasure", is_flag=True, help="Measure the machine again.")
 @click.option(
-    "--output", type=click.Path(dir_okay=False), default="offload.toml", show_default=True
+    "--output",
+    type=arguments.OUTPUT_FILE,
+    metavar="FILE",
+    default="offload.toml",
+    show_default=True,
+    help="File for the options that were found.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-@click.option("--quiet", is_flag=True, help="Print the verdict only.")
+@arguments.json_format
+@arguments.quiet
 def command(
-    target: str,
     max_live_bytes: str | None,
     max_overhead: float | None,
     budget_seconds: float,
     trials: int,
     repeats: int,
-    device: str | None,
-    disk_dir: str | None,
-    engine: Literal["native", "aio"] | None,
-    options: tuple[str, ...],
-    seed: int,
     remeasure: bool,
     output: str,
     as_json: bool,
     quiet: bool,
+    **given: Any,
 ) -> None:
     """Find a session's options for TARGET.
 
@@ -87,34 +102,29 @@ def command(
     Exit status: 0 if a session is recommended; 1 if not, and nothing is written; 2 for wrong usage;
     3 if the target fails.
     """
-    console = Console(quiet=quiet or as_json, highlight=False)
-    try:
-        given = session_options(options, device=device, disk_dir=disk_dir, engine=engine)
-        config = Config(**given)
-        if max_live_bytes is not None:
-            parse_bytes(max_live_bytes, "--max-live-bytes")
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
-    expect_writable(Path(output), "--output")
-    with kept_out(as_json):
-        run = loaded(target, seed)
-        with _bar(console, budget_seconds) as advance, told(run):
-            if remeasure:
-                advance("rates of this machine")
-                machine_profile(config, refresh=True)
-            found = tune(
-                run.step, run.model, max_live_bytes=max_live_bytes, max_overhead=max_overhead,
-                budget_seconds=budget_seconds, max_trials=trials, repeats=repeats, config=config,
-                advance=advance,
-            )  # fmt: skip
-    _report(found, run.name, output, console, as_json=as_json)
+    config = Config(**options_of(given))
+    with running(given) as target, _bar(budget_seconds, quiet=quiet or as_json) as advance:
+        if remeasure:
+            advance("rates of this machine")
+            machine_profile(config, refresh=True)
+        found = tune(
+            target.step, target.model, max_live_bytes=max_live_bytes, max_overhead=max_overhead,
+            budget_seconds=budget_seconds, max_trials=trials, repeats=repeats, config=config,
+            advance=advance,
+        )  # fmt: skip
+    _save(found, target.name, output)
+    if as_json:
+        written = output if found.decision.trial is not None else None
+        terminal.print_json({"target": target.name, "file": written, **found.to_dict()})
+    else:
+        _report(found, output, quiet=quiet)
     sys.exit(0 if found.decision.choice is Choice.OFFLOAD else 1)
 
 
 @contextmanager
-def _bar(console: Console, budget_seconds: float) -> Iterator[_Advance]:
+def _bar(budget_seconds: float, *, quiet: bool) -> Iterator[_Advance]:
     columns = (SpinnerColumn(), TextColumn("{task.description:32}"), BarColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with terminal.progress(*columns, TimeElapsedColumn(), quiet=quiet) as progress:
         yield _Advance(progress, budget_seconds)
 
 
@@ -131,67 +141,71 @@ class _Advance:
         self._progress.update(self._task, completed=gone, description=what)
 
 
-def _report(found: Tuning, name: str, output: str, console: Console, *, as_json: bool) -> None:
+def _save(found: Tuning, name: str, output: str) -> None:
+    if found.decision.trial is not None:
+        try:
+            found.save(output, title=f"Written by offload tune for {terminal.one_line(name)}.")
+        except OSError as error:
+            raise terminal.unwritten(output, error) from None
+
+
+def _report(found: Tuning, output: str, *, quiet: bool) -> None:
     chosen = found.decision.trial
-    try:
-        if chosen is not None:
-            found.save(output, title=f"Written by offload tune for {name}.")
-    except OSError as error:
-        raise Failure(f"{output} cannot be written: {error}") from None
-    if as_json:
-        written = output if chosen is not None else None
-        click.echo(json.dumps({"target": name, "file": written, **found.to_dict()}))
-        return
-    console.print(_measured_table(found))
+    tables, verdict = terminal.results(quiet=quiet), terminal.results(wrapped=not quiet)
+    tables.print(_measured_table(found))
     if found.curve:
-        console.print(_curve_table(found))
-    verdict = Console(highlight=False, soft_wrap=True)
+        tables.print(_curve_table(found))
     if chosen is None:
         advice = {
             Choice.PLAIN: "Train plain",
             Choice.CHECKPOINT: "Recompute instead",
         }.get(found.decision.choice, "No session is recommended")
-        verdict.print(f"[bold yellow]{advice}:[/] {escape(found.decision.why)}.")
+        advised = Text.assemble((f"{advice}:", "bold yellow"), f" {found.decision.why}.")
+        verdict.print(Prose(advised))
         return
-    verdict.print(f"[bold green]Offload:[/] {escape(found.decision.why)}.")
+    verdict.print(Prose(Text.assemble(("Offload:", "bold green"), f" {found.decision.why}.")))
     told = ", ".join(f"{name}={value}" for name, value in (found.options or {}).items())
-    verdict.print(f"Written to {escape(output)}, for Session.from_file: {told}.")
+    verdict.print(Prose(f"Written to {output}, for Session.from_file: {told}."))
     report = chosen.measured.report
     if report is not None and report.written_bytes:
         daily = report.written_bytes / chosen.measured.best_seconds * _DAY_SECONDS
         verdict.print(
-            f"It writes {format_bytes(report.written_bytes)} a step, {daily / 1e12:.1f} TB a day: "
-            "mind what the disk is rated for."
+            Prose(
+                f"It writes {format_bytes(report.written_bytes)} a step, {daily / 1e12:.1f} TB a "
+                "day: mind what the disk is rated for."
+            )
         )
 
 
-def _measured_table(found: Tuning) -> Table:
-    table = Table(title="Tried")
+def _measured_table(found: Tuning) -> FigureTable:
+    table = FigureTable(title="Tried")
+    table.add_column("")
     names = ("least", "window", "prefetch", "kept", "I/O")
-    for heading in (*names, "time to plain", "predicted", "alive", "predicted", "waited"):
+    for heading in (*names, "time to plain (predicted)", "alive (predicted)", "waited"):
         table.add_column(heading, justify="right")
 
-    def row(cells: tuple[str, ...], m: Measured, ratio: str = "", live: str = "") -> None:
-        waited = ""
+    def row(name: str, m: Measured, trial: Trial | None = None) -> None:
+        ratio, live, waited = f"{m.ratio:.3f}", _brief(m.peak_live_bytes), ""
+        if trial is not None:
+            ratio += f" ({trial.predicted_ratio:.3f})"
+            live += f" ({_brief(trial.predicted_live_bytes)})"
         if m.report is not None:
             waited = format_seconds(m.report.stall_seconds + m.report.backpressure_seconds)
-        alive = format_bytes(m.peak_live_bytes)
-        table.add_row(*cells, f"{m.ratio:.3f}", ratio, alive, live, waited)
+        cells = ("",) * len(names) if trial is None else _row(trial.setting)
+        chosen = trial is not None and trial is found.decision.trial
+        style = "bold green" if chosen else None
+        table.add_row(name, *cells, ratio, live, waited, style=style)
 
-    row(("plain", "", "", "", ""), found.plain)
+    row("plain", found.plain)
     if found.recomputed is not None:
-        row(("recomputed", "", "", "", ""), found.recomputed)
-    for trial in found.trials:
-        cells = _row(trial.setting)
-        if trial is found.decision.trial:
-            cells = tuple(f"[bold green]{cell}[/]" for cell in cells)
-        live = format_bytes(trial.predicted_live_bytes)
-        row(cells, trial.measured, f"{trial.predicted_ratio:.3f}", live)
+        row("recomputed", found.recomputed)
+    for number, trial in enumerate(found.trials, 1):
+        row(str(number), trial.measured, trial)
     return table
 
 
-def _curve_table(found: Tuning) -> Table:
-    table = Table(title=f"Time and memory, as predicted of {found.settings} settings")
+def _curve_table(found: Tuning) -> FigureTable:
+    table = FigureTable(title=f"Time and memory, as predicted of {found.settings} settings")
     for heading in ("alive", "time to plain", "least", "window", "prefetch", "kept", "I/O"):
         table.add_column(heading, justify="right")
     for setting, ratio, live_bytes in found.curve:
@@ -200,11 +214,15 @@ def _curve_table(found: Tuning) -> Table:
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
+    """The cells of a setting; the last one is not broken."""
     sizes = (
         setting.min_offload_bytes, setting.window_bytes, setting.prefetch_bytes,
         setting.keep_last_bytes,
     )  # fmt: skip
-    return (*map(_brief, sizes), f"{setting.io_threads} x {_brief(setting.io_block_bytes)}")
+    return (
+        *map(_brief, sizes),
+        f"{setting.io_threads}\u00a0x\u00a0{_brief(setting.io_block_bytes)}",
+    )
 
 
 def _brief(nbytes: int) -> str:

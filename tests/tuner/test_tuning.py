@@ -338,7 +338,7 @@ def test_quiet_prints_the_verdict_only(script: str) -> None:
             3,
             "the target 'train.py:broken' could not be loaded: RuntimeError: no",
         ),
-        ("train.py:nothing", 3, "saved nothing for a backward"),
+        ("train.py:nothing", 2, "saved nothing for a backward"),
     ],
 )
 def test_targets_that_fail(target: str, status: int, why: str, script: str) -> None:

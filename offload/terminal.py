@@ -1,0 +1,211 @@
+"""The terminal: what commands print, and where to.
+
+Results go to standard output, everything else to standard error: progress, warnings, errors, and
+whatever a target prints. What cannot be written ends a command in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
+
+import click
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+from offload.errors import OffloadWarning
+from offload.failure import Failure
+from offload.files import write_whole
+from offload.tables import NO_LIMIT, width_of
+
+__all__ = [
+    "kept_out",
+    "one_line",
+    "opened",
+    "print_json",
+    "progress",
+    "results",
+    "save",
+    "unwritten",
+    "warn",
+]
+
+
+class OutputLost(Failure):
+    """Standard output takes no more."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output cannot be written: {error.strerror}")
+
+
+class _ReaderGone(OutputLost):
+    exit_code = 128 + 13  # what a shell says of a process that SIGPIPE ended
+
+    def show(self, file: Any = None) -> None:
+        pass
+
+
+class _Stream:
+    """A standard stream that survives what is behind it.
+
+    Args:
+        stream: what is written to; ``None``: it was closed when the process began.
+        lost: called with the error when something could not be written.
+    """
+
+    def __init__(self, stream: TextIO | None, lost: Callable[[OSError], object]) -> None:
+        self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
+        self._is_closed = stream is None
+        self._lost = lost
+
+    def write(self, text: str) -> int:
+        try:
+            if self._is_closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            return self._written(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def _written(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:
+            coding = self._stream.encoding
+            try:  # names of files come from bytes, and go as the same bytes
+                self._stream.flush()
+                self._stream.buffer.write(text.encode(coding, "surrogateescape"))
+            except UnicodeEncodeError:
+                self._stream.write(text.encode(coding, "backslashreplace").decode(coding))
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # Else Python would try again at its end, and complain.
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+        self._lost(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    """Inside, standard streams may fail and warnings are told in a line each, once."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # a file of ours would get its number, and what is printed
+            os.open(os.devnull, os.O_RDWR)
+
+    def lost(error: OSError) -> None:
+        raise (_ReaderGone if error.errno == errno.EPIPE else OutputLost)(error) from None
+
+    told: set[str] = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: object = None, line: object = None,
+    ) -> None:  # fmt: skip
+        text = one_line(str(message))
+        if not issubclass(category, OffloadWarning):
+            text = f"{category.__name__}: {text} ({filename}:{lineno})"
+        if text not in told:
+            told.add(text)
+            warn(text)
+
+    out, err = sys.stdout, sys.stderr
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        sys.stdout = cast(TextIO, _Stream(out, lost))
+        sys.stderr = cast(TextIO, _Stream(err, lambda error: None))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+@contextlib.contextmanager
+def kept_out() -> Iterator[None]:
+    """Inside, whatever is printed, also by C code and other processes, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def results(*, quiet: bool = False, wrapped: bool = True) -> Console:
+    """The console for results, which shows text as it stands.
+
+    Args:
+        quiet: it shows nothing.
+        wrapped: its lines are no longer than the terminal's.
+    """
+    width = width_of(sys.stdout) if wrapped else NO_LIMIT
+    return Console(width=width, height=1, quiet=quiet, highlight=False, markup=False, emoji=False)
+
+
+def progress(*columns: ProgressColumn, quiet: bool) -> Progress:
+    """A display of what is going on, on a terminal, that goes away in the end."""
+    console = Console(stderr=True, width=width_of(sys.stderr), highlight=False)
+    return Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    )
+
+
+def save(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        Failure: that could not be done.
+    """
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise unwritten(path, error) from None
+
+
+def unwritten(path: str | os.PathLike[str], error: OSError) -> Failure:
+    """What is told of an error that ``write_whole`` raised."""
+    return Failure(f"{os.fspath(error.filename or path)} cannot be written: {error.strerror}")
+
+
+def print_json(document: Any) -> None:
+    """A result as one JSON document."""
+    click.echo(json.dumps(document))
+
+
+def warn(text: str) -> None:
+    """Tell something on standard error."""
+    click.echo(f"Warning: {text}", err=True)
+
+
+def one_line(text: str) -> str:
+    r"""``text`` without its line breaks.
+
+    Example:
+        >>> one_line("wrong shape:\n  [2, 3]")
+        'wrong shape: [2, 3]'
+    """
+    return " ".join(text.split())
