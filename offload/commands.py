@@ -19,6 +19,7 @@ import torch
 from offload.errors import OffloadError, PlanError
 from offload.failure import Failure, Refusal, mistakes_told
 from offload.measure import session_options
+from offload.step import Step
 from offload.targets import Target, TargetError, load_target
 from offload.terminal import kept_out, one_line
 
@@ -102,6 +103,7 @@ def _guarded(target: Target) -> Target:
     parent = os.getpid()
 
     def step() -> object:
+        entered = Step.entered
         try:
             result = target.step()
         except (OffloadError, click.ClickException, KeyboardInterrupt):
@@ -110,6 +112,11 @@ def _guarded(target: Target) -> Target:
             _end_if_forked(parent, error)
             raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
         _end_if_forked(parent)
+        if Step.entered > entered:
+            raise TargetError(
+                f"the step of {target.name!r} enters a session of its own: leave that to this "
+                "command, and give the bare forward and backward"
+            )
         if inspect.isgenerator(result) or inspect.iscoroutine(result):
             result.close()
             raise TargetError(
@@ -136,7 +143,11 @@ def _end_if_forked(parent: int, error: BaseException | None = None) -> None:
 
 def _told(error: BaseException) -> str:
     """An exception in one line, and where it was raised."""
-    what = f"{type(error).__name__}: {one_line(str(error))}".rstrip(": ")
+    try:
+        text = one_line(str(error))
+    except Exception:
+        text = "its message cannot be shown"
+    what = f"{type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, SyntaxError):
         return what  # which says where itself
     frames = traceback.extract_tb(error.__traceback__)

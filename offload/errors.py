@@ -5,6 +5,8 @@
      |- ModifiedInPlaceError    a saved tensor was changed before its backward
      |- StateError              a rule was broken: exit out of order, use after a fork, a bug
      |- PlanError               no plan fits the budgets, or a plan does not fit the model
+     |   '- SegmentError         a model has no such parts, or a step does not run them
+     |- StepError               a step saves nothing that could be moved
      '- OrderError              OFFLOAD_CHECK=1 found two accesses that nothing orders: a bug
 
 A mistake in an argument is a ``ValueError`` or ``TypeError`` where the argument is given.
@@ -51,6 +53,16 @@ class PlanError(OffloadError):
 
     The message says what is needed at least, what sets that floor, and what to do.
     """
+
+
+class SegmentError(PlanError, ValueError):
+    """There is nothing to plan for: a model without parts or without one of a name, or a step that
+    runs none.
+    """
+
+
+class StepError(OffloadError, ValueError):
+    """A step cannot be measured: it saves nothing, runs no backward, or has nothing to move."""
 
 
 class OrderError(OffloadError):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.config import Config
-from offload.errors import PlanError
+from offload.errors import PlanError, SegmentError
 from offload.planner.applied import Planned, budgets_of
 from offload.planner.auto import MARGIN, Auto, Study
 from offload.planner.model import Chain, predict
@@ -233,7 +233,7 @@ def measure_model(
                     break
             study = auto.newest
             if study is None or study.plan is None:
-                raise PlanError(
+                raise SegmentError(
                     "the step could not be measured: it has to run a forward of the model's "
                     "segments and their backward, with inputs of the same shapes each time"
                 )

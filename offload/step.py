@@ -33,7 +33,12 @@ class Owner(Protocol):
 
 
 class Step:
-    """One training step of a session: a context manager, and afterwards its ``report``."""
+    """One training step of a session: a context manager, and afterwards its ``report``.
+
+    ``entered`` counts the steps of all sessions in this process.
+    """
+
+    entered = 0
 
     def __init__(self, session: Owner) -> None:
         self._session = session
@@ -64,6 +69,7 @@ class Step:
         self._counters = self._session._running_step()
         self._outermost = self._counters is None
         if self._counters is None:
+            Step.entered += 1
             counters = Counters()
             self._session._begin(counters)
             self._range = ranged("offload::step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,11 +75,14 @@ def load_target(text: str, *, seed: int = 0) -> Target:
         raise TargetError(f"{text!r} is no target: give {_FORMS}{hint}")
     module = _script(where) if where.endswith(".py") else _module(where)
     function = getattr(module, name, None)
-    if not callable(function):
+    if function is not None and not callable(function):
+        raise TargetError(f"{name!r} of {where!r} is {_described(function)}, no function")
+    if function is None:
         functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(name, functions, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TargetError(f"{where!r} has no function {name!r}{hint}")
+    _expect_no_arguments(function, repr(text), "name a function that takes none")
     return _target(text, function())
 
 
@@ -105,19 +109,40 @@ def _target(text: str, made: Any) -> Target:
     if isinstance(made, tuple) and len(made) == 2:
         model, step = made
         if isinstance(model, nn.Module) and callable(step):
-            return Target(text, step, model)
+            return Target(text, _checked(text, step), model)
     elif callable(made) and not isinstance(made, nn.Module):
-        return Target(text, made)
+        return Target(text, _checked(text, made))
+    elif inspect.iscoroutine(made):
+        made.close()  # else Python warns that nobody waited for it
     raise TargetError(
         f"{text!r} returned {_described(made)}; return a step, a function without arguments that "
         "runs one forward and backward, or a pair (model, step)"
     )
 
 
+def _checked(text: str, step: Step) -> Step:
+    _expect_no_arguments(
+        step, f"the step of {text!r}", "bind its data: return lambda: step(batch), for instance"
+    )
+    return step
+
+
+def _expect_no_arguments(function: Callable[..., Any], what: str, hint: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of built-in functions there is none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TargetError(f"{what} cannot be called without arguments, {error}; {hint}") from None
+
+
 def _described(made: Any) -> str:
     if isinstance(made, tuple):
         return f"a tuple of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
-    return f"a {type(made).__name__}" if made is not None else "None"
+    kind = type(made).__name__
+    return f"a{'n' if kind[0] in 'aeiouAEIO' else ''} {kind}" if made is not None else "None"
 
 
 def _module(name: str) -> ModuleType:
@@ -147,5 +172,13 @@ def _script(path: str) -> ModuleType:
     # As for a script that is run: what lies beside it can be imported, and its classes pickled.
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        if "relative import" not in str(error):
+            raise
+        raise TargetError(
+            f"{path!r} imports from the package that it is part of: name it as a module of that "
+            "package, package.module:function"
+        ) from None
     return module

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from offload.errors import PlanError
+from offload.errors import SegmentError
 
 __all__ = ["find_segments"]
 
@@ -27,7 +27,7 @@ def find_segments(model: nn.Module, wanted: Sequence[str] | None = None) -> list
         wanted: names of modules, to be used in place of what would be found.
 
     Raises:
-        PlanError: the model has no parts, or none of a wanted name.
+        SegmentError: the model has no parts, or none of a wanted name.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -43,7 +43,7 @@ def find_segments(model: nn.Module, wanted: Sequence[str] | None = None) -> list
     if not found:
         found = _parts(model)
     if not found:
-        raise PlanError(
+        raise SegmentError(
             f"{type(model).__name__} has no parts to plan for: name its segments "
             "(segments=['layers.0', ...]), or divide its forward into modules"
         )
@@ -93,8 +93,10 @@ def _checked(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     for name in wanted:
         if name not in order or not name:
             listed = ", ".join(repr(n) for n in list(order)[1:6])
-            raise PlanError(f"the model has no module {name!r} inside; it has {listed}...")
+            raise SegmentError(f"the model has no module {name!r} inside; it has {listed}...")
         outer = [o for o in wanted if name.startswith(o + ".")]
         if outer:
-            raise PlanError(f"segment {name!r} lies inside segment {outer[0]!r}: name one of them")
+            raise SegmentError(
+                f"segment {name!r} lies inside segment {outer[0]!r}: name one of them"
+            )
     return sorted(set(wanted), key=order.__getitem__)

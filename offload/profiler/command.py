@@ -59,8 +59,8 @@ def command(
     forward and backward) or a pair (model, step); or the name of a workload, such as demo-quick.
 
     Writes profile.html (a page to look at), trace.json (for https://ui.perfetto.dev or
-    chrome://tracing) and profile.json. Exit status: 0 if it was profiled, 2 for wrong usage, 3 if
-    the target failed or there was nothing to measure.
+    chrome://tracing) and profile.json. Exit status: 0 if it was profiled; 2 for wrong usage, which
+    a step with nothing to measure is too; 3 if the target failed.
     """
     options = options_of(given)
     into = _output(out)

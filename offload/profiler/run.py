@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.config import Config
-from offload.errors import OffloadError
+from offload.errors import OffloadError, StepError
 from offload.live import storage_of
 from offload.measure import activation_meter
 from offload.placement import Policy, offload_all
@@ -59,8 +59,9 @@ def profile(
 
     Raises:
         TypeError, ValueError: an argument or option that cannot work.
-        OffloadError: there is nothing to measure: the step saves nothing, runs no backward, or
+        StepError: there is nothing to measure: the step saves nothing, runs no backward, or
             nothing of it is offloaded; the message says what to do.
+        OffloadError: there is no room for what it saves.
         Exception: whatever ``step`` raises.
 
     Example:
@@ -223,7 +224,7 @@ def _largest_saved(step: Callable[[], object], model: nn.Module | None) -> int:
     step also makes gradients and caches.
 
     Raises:
-        OffloadError: it saves nothing.
+        StepError: it saves nothing, or runs no backward.
     """
     own = {s._cdata for p in _tensors_of(model) if (s := storage_of(p)) is not None}
     sizes: list[int] = []
@@ -243,12 +244,12 @@ def _largest_saved(step: Callable[[], object], model: nn.Module | None) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         step()
     if not sizes:
-        raise OffloadError(
+        raise StepError(
             "the step saves nothing for backward: run a forward whose parameters or inputs require "
             "gradients, not under torch.no_grad()"
         )
     if not asked:
-        raise OffloadError(
+        raise StepError(
             "the step ran no backward over what it saved: call loss.backward() inside the step"
         )
     return max(sizes)
@@ -277,7 +278,7 @@ def _check_moves(report: StepReport, largest_bytes: int, config: Config) -> None
         return
     threshold_bytes = config.min_offload_bytes
     if largest_bytes < threshold_bytes:
-        raise OffloadError(
+        raise StepError(
             f"nothing is offloaded: the largest storage saved has {format_bytes(largest_bytes)}, "
             f"less than min_offload_bytes ({format_bytes(threshold_bytes)}); lower it, to "
             f"{max(1, largest_bytes // 4)} for instance"
@@ -286,12 +287,12 @@ def _check_moves(report: StepReport, largest_bytes: int, config: Config) -> None
         why = "; ".join(report.warnings) or "raise disk_budget or host_budget"
         raise OffloadError(f"nothing is offloaded, as there is no room for it: {why}")
     if report.saved_bytes:
-        raise OffloadError(
+        raise StepError(
             f"nothing is offloaded: all {format_bytes(report.saved_bytes)} stay, as the newest "
             f"{format_bytes(config.keep_last_bytes)} do; lower keep_last_bytes, to 0 for instance"
         )
     kept = ", ".join(f"{format_bytes(n)} {why}" for why, n in report.kept_bytes.items() if n)
-    raise OffloadError(f"nothing is offloaded; kept are {kept or 'no bytes'}: see StepReport")
+    raise StepError(f"nothing is offloaded; kept are {kept or 'no bytes'}: see StepReport")
 
 
 def _say_nothing(_: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.config import Config
+from offload.errors import StepError
 from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
 from offload.tuner.decide import Decision, decide, pareto
@@ -185,8 +186,8 @@ def tune(
         A ``Tuning``; its ``decision`` may be that plain training or recomputation is better.
 
     Raises:
-        TypeError, ValueError: a limit or an option that cannot work, or a step without a backward
-            or with nothing to move.
+        TypeError, ValueError: a limit or an option that cannot work.
+        StepError: a ValueError too: the step has no backward, or nothing to move.
 
     Example:
         >>> import offload, torch
@@ -200,6 +201,7 @@ def tune(
         ('plain', None)
     """
     limits = _limits(max_live_bytes, max_overhead)
+    _check_numbers(budget_seconds, max_trials, repeats)
     config = _config(config, options)
     timeline = _timeline if _timeline is not None else timeline_for(config.device)
     runner = Runner(step, model, config, timeline, repeats)
@@ -248,6 +250,14 @@ def _limits(max_live_bytes: int | str | None, max_overhead: float | None) -> Lim
     return Limits.given(max_live_bytes, max_overhead)
 
 
+def _check_numbers(budget_seconds: float, max_trials: int, repeats: int) -> None:
+    if not budget_seconds > 0:
+        raise ValueError(f"budget_seconds is {budget_seconds}; give more than 0")
+    for name, number in (("max_trials", max_trials), ("repeats", repeats)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; give at least 1")
+
+
 def _config(config: Config | None, options: dict[str, Any]) -> Config:
     if config is not None and options:
         raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
@@ -256,24 +266,24 @@ def _config(config: Config | None, options: dict[str, Any]) -> Config:
 
 def _check(record: StepRecord, device: torch.device) -> None:
     if not record.blocks:
-        raise ValueError(
+        raise StepError(
             "the step saved nothing for a backward: does it run a forward with gradients enabled, "
             "on parameters that require them?"
         )
     if not any(t.is_use for t in record.touches):
-        raise ValueError(
+        raise StepError(
             "the step asked for nothing that it saved: does it call backward()? A step runs one "
             "forward and its backward"
         )
     movable = [b.nbytes for b in record.blocks if b.movable and not b.held]
     if not movable and device.type != "cpu":
-        raise ValueError(
+        raise StepError(
             f"the step saved nothing on {str(device)!r}: move its model and data there, or give "
             "device='cpu' for a step that computes on the CPU"
         )
     if max(movable, default=0) < LEAST_BLOCK_BYTES:
         largest = format_bytes(max(movable, default=0))
-        raise ValueError(
+        raise StepError(
             f"the step has nothing to move: its largest storage that could leave has {largest}; "
             f"to move less than {format_bytes(LEAST_BLOCK_BYTES)} costs more than it frees"
         )

@@ -69,7 +69,7 @@ def test_what_is_too_small_to_leave_is_measured_too() -> None:
         (["gpt-tinny", "--device-budget", "1MiB"], 2, "did you mean 'gpt-tiny'"),
         (["gpt-tiny", "--device-budget", "huge"], 2, "is no size"),
         (["gpt-tiny", "--device-budget", "10KiB"], 1, "needs"),
-        (["gpt-tiny", "--device-budget", "1MiB", "--segment", "heads"], 1, "no module 'heads'"),
+        (["gpt-tiny", "--device-budget", "1MiB", "--segment", "heads"], 2, "no module 'heads'"),
         (["gpt-tiny", "--device-budget", "1MiB", "-o", "windows=3"], 2, "no option 'windows'"),
     ],
 )

@@ -378,7 +378,7 @@ def test_command_quietly_prints_the_verdict(tmp_path: Path) -> None:
         (["gpt-tiny", "--steps", "0"], 2, "not in the range"),
         (["gpt-tiny", "--out", "{script}/below"], 2, "choose another --out"),
         (["gpt-tiny", "--option", "window=1"], 2, "no option 'window'"),
-        (["gpt-tiny", "--option", "min_offload_bytes=1GiB"], 3, "lower it, to"),
+        (["gpt-tiny", "--option", "min_offload_bytes=1GiB"], 2, "lower it, to"),
         (["{script}:raises", *MOVES], 3, "RuntimeError: of mine ({script}:5)"),
         (["{script}:breaks", *MOVES], 3, "ZeroDivisionError: division by zero ({script}:8)"),
         (["{script}:returns", *MOVES], 2, "return a step"),

@@ -73,7 +73,7 @@ def test_a_workload_repeats_its_step_to_the_bit() -> None:
         ("..up:f", "is no name of a module"),
         ("no/such.py:f", "there is no file 'no/such.py'"),
         ("train_it:pear", "no function 'pear'; did you mean 'pair'"),
-        ("train_it:answer", "no function 'answer'"),
+        ("train_it:answer", "'answer' of 'train_it' is an int, no function"),
         ("train_it:none", "returned None; return a step"),
         ("train_it:model_only", "returned a Linear"),
         ("train_it:triple", "returned a tuple of int, int, int"),
