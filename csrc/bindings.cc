@@ -4,11 +4,13 @@
 // in slices so that Ctrl-C is noticed. Failures of the operating system become OSError with errno.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -261,8 +263,9 @@ void BindArena(py::module_& module) {
 
 void BindFile(py::module_& module) {
   py::class_<File, std::shared_ptr<File>>(module, "File", "A nameless scratch file.")
-      .def(py::init([](std::string directory, bool direct) {
-             return std::make_shared<File>(std::move(directory), direct);
+      // A path as Python converts one: its bytes need not be text in any coding.
+      .def(py::init([](const std::filesystem::path& directory, bool direct) {
+             return std::make_shared<File>(directory.native(), direct);
            }),
            py::arg("directory"), py::kw_only(), py::arg("direct") = true,
            py::call_guard<py::gil_scoped_release>())
@@ -338,7 +341,9 @@ PYBIND11_MODULE(_native, module) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const std::system_error& error) {
-      const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+      // The message names a directory, whose bytes need not be text.
+      const auto what = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(error.what()));
+      const py::tuple arguments = py::make_tuple(error.code().value(), what);
       PyErr_SetObject(PyExc_OSError, arguments.ptr());
     }
   });

@@ -5,6 +5,7 @@ operating system is an OSError with errno. In a forked child every call raises R
 objects belong to the process that made them.
 """
 
+from os import PathLike
 from typing import final
 
 def copy(dst: int, src: int, nbytes: int, threads: int = 2) -> None:
@@ -84,7 +85,7 @@ class Arena:
 class File:
     """A scratch file without a name: nothing of it survives the process."""
 
-    def __init__(self, directory: str, *, direct: bool = True) -> None:
+    def __init__(self, directory: str | bytes | PathLike[str], *, direct: bool = True) -> None:
         """Create it; `direct` bypasses the page cache where the file system can."""
     @property
     def alignment_bytes(self) -> int:

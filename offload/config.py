@@ -36,9 +36,10 @@ def _to_directory(value: str | os.PathLike[str] | None) -> str:
     given = value if value is not None else os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"disk_dir is {given!r} ({type(given).__name__}); give a path as text")
-    if not os.fspath(given):
+    name = os.fsdecode(given)
+    if not name:
         raise ValueError("disk_dir is empty; name a directory, or leave it out")
-    path = os.path.abspath(os.path.expanduser(os.fspath(given)))
+    path = os.path.abspath(os.path.expanduser(name))
     if not os.path.isdir(path):
         found = "is not a directory" if os.path.exists(path) else "does not exist"
         raise ValueError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
-__all__ = ["expect_writable", "write_whole"]
+__all__ = ["drawn", "expect_writable", "readable", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -17,13 +20,13 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
     Args:
         path: of the file. Through a symbolic link its target is written; a device or a pipe is
             written to.
-        data: text is written as UTF-8.
+        data: text is written as UTF-8, made ``readable``.
 
     Raises:
         OSError: it cannot be written; the error names the file.
     """
     target = Path(os.path.realpath(path))
-    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    content = readable(data).encode() if isinstance(data, str) else data
     beside = target.with_name(f".offload-{os.getpid()}-{threading.get_native_id()}")
     try:
         if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
@@ -39,6 +42,26 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
                 beside.unlink()
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def readable(text: str) -> str:
+    r"""Text in which names of files are as people read them, whatever the locale is: bytes that it
+    cannot decode are lone surrogates in Python, which no document may hold.
+
+    Example:
+        >>> readable("caf\udcc3\udca9 \udcff")
+        'café �'
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def drawn(figure: Any, kind: str) -> bytes:
+    """A figure of matplotlib's as ``"png"`` or ``"svg"``. Letters that its font lacks are boxes."""
+    out = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure.savefig(out, format=kind, dpi=150)
+    return out.getvalue()
 
 
 def expect_writable(path: str | os.PathLike[str]) -> None:

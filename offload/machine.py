@@ -176,7 +176,7 @@ def numbers_in(text: str) -> set[int]:
 
 def _text(path: str) -> str:
     try:
-        with open(path) as f:
+        with open(path, errors="surrogateescape") as f:  # names of groups may be any bytes
             return f.read()
     except OSError:
         return ""

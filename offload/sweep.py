@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from offload import arguments, terminal
 from offload.commands import expect_installed, options_of, running
 from offload.errors import OffloadError, PlanError
+from offload.files import drawn, readable
 from offload.measure import activation_meter
 from offload.plan_command import measured_target, of_a_model
 from offload.planner.plan import Plan
@@ -161,13 +162,12 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
     for p, marker in zip((p for p in points if p.name != "plan"), "s^D", strict=False):
         seconds = p.measured_seconds if p.measured_seconds is not None else p.predicted_seconds
         axes.plot([_mib(p)], [seconds], marker, label=p.name, markersize=8)
-    axes.set(title=title, xlabel="peak memory of a step, MiB", ylabel="step, s")
+    axes.set_title(readable(title).replace("$", r"\$"))  # else mathematics begins there
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="step, s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=150)
-    return out.getvalue()
+    return drawn(figure, kind)
 
 
 def _mib(point: Point) -> float:

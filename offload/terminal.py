@@ -6,11 +6,13 @@ whatever a target prints. What cannot be written ends a command in one line.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import errno
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,6 +54,19 @@ class _ReaderGone(OutputLost):
         pass
 
 
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What cannot be encoded: as the bytes it was decoded from, else by its number."""
+    for handler in ("surrogateescape", "backslashreplace"):
+        with contextlib.suppress(UnicodeError):
+            return codecs.lookup_error(handler)(error)
+    raise error
+
+
+_HANDLER = "offload.escaped"
+codecs.register_error(_HANDLER, _escaped)
+_UNDECODED = re.compile("[\udc80-\udcff]")
+
+
 class _Stream:
     """A standard stream that survives what is behind it.
 
@@ -75,16 +90,16 @@ class _Stream:
             return len(text)
 
     def _written(self, text: str) -> int:
+        coding = self._stream.encoding or "utf-8"
+        if _UNDECODED.search(text):  # names of files, which go as the bytes they are
+            self._stream.flush()
+            self._stream.buffer.write(text.encode(coding, _HANDLER))
+            self._stream.buffer.flush()
+            return len(text)
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
-            coding = self._stream.encoding
-            try:  # names of files come from bytes, and go as the same bytes
-                self._stream.flush()
-                self._stream.buffer.write(text.encode(coding, "surrogateescape"))
-            except UnicodeEncodeError:
-                self._stream.write(text.encode(coding, "backslashreplace").decode(coding))
-            return len(text)
+            return self._stream.write(text.encode(coding, _HANDLER).decode(coding))
 
     def flush(self) -> None:
         try:

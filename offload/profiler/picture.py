@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.files import drawn, readable, write_whole
 from offload.profiler.colors import COLORS, lanes_shown
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def save_picture(profile: Profile, path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
+        OSError: it cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,8 +35,10 @@ def save_picture(profile: Profile, path: Path) -> None:
     axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[height, 2.6])
     _draw_lanes(axes[0], profile, lanes)
     _draw_memory(axes[1], profile)
-    figure.suptitle(f"{profile.name}: {profile.verdict}", fontsize=10, wrap=True)
-    figure.savefig(path, dpi=150)
+    title = readable(f"{profile.name}: {profile.verdict}")
+    title = title.replace("$", r"\$")  # else mathematics begins there
+    figure.suptitle(title, fontsize=10, wrap=True)
+    write_whole(path, drawn(figure, "png"))
 
 
 def _draw_lanes(axes: Any, profile: Profile, lanes: list[str]) -> None:
