@@ -21,7 +21,7 @@ from offload.failure import Failure, Refusal, mistakes_told
 from offload.measure import session_options
 from offload.step import Step
 from offload.targets import Target, TargetError, load_target
-from offload.terminal import kept_out, one_line
+from offload.terminal import kept_out, one_line, stop_if_interrupted
 
 __all__ = ["expect_installed", "options_of", "running"]
 
@@ -103,6 +103,7 @@ def _guarded(target: Target) -> Target:
     parent = os.getpid()
 
     def step() -> object:
+        stop_if_interrupted()
         entered = Step.entered
         try:
             result = target.step()
@@ -112,6 +113,7 @@ def _guarded(target: Target) -> Target:
             _end_if_forked(parent, error)
             raise Failure(f"a step of {target.name!r} failed: {_told(error)}") from None
         _end_if_forked(parent)
+        stop_if_interrupted()
         if Step.entered > entered:
             raise TargetError(
                 f"the step of {target.name!r} enters a session of its own: leave that to this "

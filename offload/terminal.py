@@ -13,7 +13,9 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
@@ -35,6 +37,7 @@ __all__ = [
     "progress",
     "results",
     "save",
+    "stop_if_interrupted",
     "unwritten",
     "warn",
 ]
@@ -64,6 +67,7 @@ def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
 
 _HANDLER = "offload.escaped"
 codecs.register_error(_HANDLER, _escaped)
+_CLOSED = OSError(errno.EBADF, os.strerror(errno.EBADF))
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -72,48 +76,51 @@ class _Stream:
 
     Args:
         stream: what is written to; ``None``: it was closed when the process began.
-        lost: called with the error when something could not be written.
+        lost: called with the error whenever something cannot be written, from the first time on.
     """
 
     def __init__(self, stream: TextIO | None, lost: Callable[[OSError], object]) -> None:
         self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
-        self._is_closed = stream is None
+        self._error = None if stream is not None else _CLOSED
         self._lost = lost
 
     def write(self, text: str) -> int:
-        try:
-            if self._is_closed:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            return self._written(text)
-        except OSError as error:
-            self._give_up(error)
-            return len(text)
+        self._attempt(self._written, text)
+        return len(text)
 
-    def _written(self, text: str) -> int:
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, act: Callable[..., object], *arguments: str) -> None:
+        if self._error is None:
+            try:
+                act(*arguments)
+            except OSError as error:
+                self._give_up(error)
+            except ValueError:  # somebody closed it
+                self._give_up(_CLOSED)
+        if self._error is not None:
+            self._lost(self._error)
+
+    def _written(self, text: str) -> None:
         coding = self._stream.encoding or "utf-8"
         if _UNDECODED.search(text):  # names of files, which go as the bytes they are
             self._stream.flush()
             self._stream.buffer.write(text.encode(coding, _HANDLER))
             self._stream.buffer.flush()
-            return len(text)
+            return
         try:
-            return self._stream.write(text)
+            self._stream.write(text)
         except UnicodeEncodeError:
-            return self._stream.write(text.encode(coding, _HANDLER).decode(coding))
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._give_up(error)
+            self._stream.write(text.encode(coding, _HANDLER).decode(coding))
 
     def _give_up(self, error: OSError) -> None:
-        # Else Python would try again at its end, and complain.
+        self._error = error
         with contextlib.suppress(OSError, ValueError):
+            # Else Python would write what is left at its end, and complain.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
-        self._lost(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -121,7 +128,9 @@ class _Stream:
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    """Inside, standard streams may fail and warnings are told in a line each, once."""
+    """Inside, standard streams may fail, warnings are told in a line each, once, and an interrupt
+    is not lost.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -131,6 +140,18 @@ def opened() -> Iterator[None]:
     def lost(error: OSError) -> None:
         raise (_ReaderGone if error.errno == errno.EPIPE else OutputLost)(error) from None
 
+    out, err = sys.stdout, sys.stderr
+    with _warnings_told(), _interrupts_kept():
+        sys.stdout = cast(TextIO, _Stream(out, lost))
+        sys.stderr = cast(TextIO, _Stream(err, lambda error: None))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
     told: set[str] = set()
 
     def show(
@@ -144,15 +165,51 @@ def opened() -> Iterator[None]:
             told.add(text)
             warn(text)
 
-    out, err = sys.stdout, sys.stderr
     with warnings.catch_warnings():
         warnings.showwarning = show
-        sys.stdout = cast(TextIO, _Stream(out, lost))
-        sys.stderr = cast(TextIO, _Stream(err, lambda error: None))
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = out, err
+        yield
+
+
+_interrupted = threading.Event()
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Inside, ``stop_if_interrupted`` raises what Python may have dropped: after a long call of C++
+    the first code to run is often the callback of a weak reference, whose exceptions are ignored.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        _interrupted.set()
+        raise KeyboardInterrupt
+
+    def ignored(what: sys.UnraisableHookArgs) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            hook(what)
+
+    hook = sys.unraisablehook
+    is_main = threading.current_thread() is threading.main_thread()
+    mine = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    _interrupted.clear()
+    if mine:
+        signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = ignored
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = hook
+
+
+def stop_if_interrupted() -> None:
+    """Called where a command gets on, step by step.
+
+    Raises:
+        KeyboardInterrupt: the user has asked for it.
+    """
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -181,10 +238,16 @@ def results(*, quiet: bool = False, wrapped: bool = True) -> Console:
     return Console(width=width, height=1, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
+class _Progress(Progress):
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        stop_if_interrupted()
+        super().update(*args, **kwargs)
+
+
 def progress(*columns: ProgressColumn, quiet: bool) -> Progress:
     """A display of what is going on, on a terminal, that goes away in the end."""
     console = Console(stderr=True, width=width_of(sys.stderr), highlight=False)
-    return Progress(
+    return _Progress(
         *columns, console=console, transient=True, disable=quiet or not console.is_terminal
     )
 
