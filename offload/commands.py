@@ -75,7 +75,7 @@ def running(given: Mapping[str, Any]) -> Iterator[Target]:
             raise click.UsageError(one_line(str(error))) from None
         except PlanError as error:
             raise Refusal(one_line(str(error))) from None
-        except (OffloadError, OSError) as error:
+        except (OffloadError, OSError, Warning) as error:  # python -W error
             raise Failure(one_line(str(error))) from None
 
 
