@@ -28,6 +28,7 @@ from offload.config import Config
 from offload.errors import OffloadError
 from offload.live import LiveBytesMeter
 from offload.session import Session
+from offload.terminal import interrupts_deferred
 
 __all__ = [
     "MemoryMark",
@@ -195,18 +196,20 @@ def worker_messages(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
         OffloadError: it exited with another status than 0, or printed something else.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:  # a full pipe would block it
-        worker = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        assert worker.stdout is not None
+        worker = None
         try:
+            with interrupts_deferred():
+                worker = subprocess.Popen(
+                    [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+                )
+            assert worker.stdout is not None
             for line in worker.stdout:
                 yield _message(line)
             status = worker.wait()
         finally:
-            worker.kill()
-            worker.wait()
-            worker.stdout.close()
+            if worker is not None:
+                worker.kill()
+                worker.communicate()
         errors.seek(0)
         told = errors.read().strip()
     if status:

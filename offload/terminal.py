@@ -18,6 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TextIO, cast
 
 import click
@@ -30,6 +31,7 @@ from offload.files import write_whole
 from offload.tables import NO_LIMIT, width_of
 
 __all__ = [
+    "interrupts_deferred",
     "kept_out",
     "one_line",
     "opened",
@@ -200,6 +202,23 @@ def _interrupts_kept() -> Iterator[None]:
         if mine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """An interrupt that comes inside is raised at the end, so that what is made is also held."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def stop_if_interrupted() -> None:
