@@ -37,7 +37,11 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="offload")
 def main() -> None:
-    """Train with activations kept on disk between forward and backward."""
+    """Train with activations kept on disk between forward and backward.
+
+    Exit status of all commands: 0 done, 1 done and the answer is no, 2 wrong usage, 3 it could not
+    be done, 130 interrupted.
+    """
 
 
 main.add_command(demo.command)

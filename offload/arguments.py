@@ -35,7 +35,7 @@ __all__ = [
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _MOST_THREADS = 1024  # more than any machine of today has use for, and fewer than the system allows
-_MOST_SEED = (1 << 63) - 1
+_MOST_SEED = (1 << 32) - 1
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]

@@ -195,8 +195,7 @@ def _flip_one_bit(model: TrainableModel) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-@click.command("demo")
-@arguments.of_a_session
+@click.command("demo", short_help="Train a small GPT twice, and compare every bit.")
 @click.option(
     "--steps",
     type=click.IntRange(min=WARMUP_STEPS + 1),
@@ -204,9 +203,13 @@ def _flip_one_bit(model: TrainableModel) -> None:
     help="Optimizer steps [6; with --quick 5].",
 )
 @click.option(
-    "--workload", type=click.Choice(list(PRESETS)), metavar="NAME", help="Model and data [demo]."
+    "--workload",
+    type=click.Choice(list(PRESETS)),
+    metavar="NAME",
+    help=f"Model and data, one of {', '.join(PRESETS)} [demo].",
 )
 @click.option("--quick", is_flag=True, help="A smaller model and 5 steps.")
+@arguments.of_a_session
 @arguments.seed
 @arguments.threads
 @arguments.json_format

@@ -109,7 +109,7 @@ def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -
         yield {**about, "name": "process_sort_index", "args": {"sort_index": process}}
 
 
-@click.command("merge-traces")
+@click.command("merge-traces", short_help="Put the timelines of several ranks into one file.")
 @click.argument("output", type=arguments.OUTPUT_FILE)
 @click.argument(
     "traces",

@@ -26,7 +26,7 @@ def of_a_model(command: Any) -> Any:
         metavar="NAME",
         help="Module to plan for [the model's repeated blocks]. May be repeated.",
     )
-    return arguments.of_a_run(segments(command))
+    return segments(arguments.of_a_run(command))
 
 
 def measured_target(
@@ -66,7 +66,6 @@ def measured_target(
 
 
 @click.command(name="plan", short_help="Plan what becomes of activations under a memory budget.")
-@of_a_model
 @click.option(
     "--device-budget",
     type=arguments.SIZE_OR_AUTO,
@@ -92,6 +91,7 @@ def measured_target(
     metavar="FILE",
     help="Write the plan as JSON to a file.",
 )
+@of_a_model
 @arguments.json_format
 @arguments.quiet
 def command(

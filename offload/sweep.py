@@ -190,7 +190,6 @@ def page(points: Sequence[Point], title: str) -> str:
 
 
 @click.command(name="sweep", short_help="Memory against time: plans, plain, recompute, offload.")
-@of_a_model
 @click.option(
     "--points",
     type=click.IntRange(1, 1000),
@@ -217,6 +216,7 @@ def page(points: Sequence[Point], title: str) -> str:
     metavar="FILE",
     help="One HTML file of it (needs matplotlib).",
 )
+@of_a_model
 @arguments.json_format
 @arguments.quiet
 def command(
@@ -232,8 +232,8 @@ def command(
     """Measure TARGET, plan for several budgets, run each plan, and show memory against time.
 
     Beside the plans: everything kept, every segment recomputed, every segment offloaded, all by the
-    same runtime. TARGET is as for the command plan. Exit status: 0; 2 for wrong usage; 3 if the
-    target fails.
+    same runtime. TARGET is as for the command plan. Exit status: 0; 1 if no plan fits; 2 for wrong
+    usage; 3 if the target fails.
     """
     for path, option in ((png, "--png"), (page_path, "--html")):
         if path is not None:

@@ -21,8 +21,9 @@ __all__ = ["command"]
 OUT = "offload-profile"
 
 
-@click.command("profile")
-@arguments.of_a_run
+@click.command(
+    "profile", short_help="Measure what offloading costs a step, and what waits for what."
+)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
@@ -48,6 +49,7 @@ OUT = "offload-profile"
     help="Directory for the files; it is made if need be.",
 )
 @click.option("--png", is_flag=True, help="Write a picture as well (needs matplotlib).")
+@arguments.of_a_run
 @arguments.json_format
 @arguments.quiet
 def command(

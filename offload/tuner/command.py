@@ -31,7 +31,6 @@ _DAY_SECONDS = 24 * 3600
 
 
 @click.command("tune")
-@arguments.of_a_run
 @click.option(
     "--max-live-bytes",
     type=arguments.SIZE,
@@ -77,6 +76,7 @@ _DAY_SECONDS = 24 * 3600
     show_default=True,
     help="File for the options that were found.",
 )
+@arguments.of_a_run
 @arguments.json_format
 @arguments.quiet
 def command(
