@@ -116,7 +116,7 @@ class FigureTable(Table):
         >>> print(text_of(table, width=11))
         tried
         window
-          32 MiB,
+          32 MiB;
           time to
           plain
           1.04
@@ -180,8 +180,8 @@ class FigureTable(Table):
                 for heading, cell in zip(headings, cells, strict=True)
                 if cell.plain.strip()
             ]
-            text = Text(", " if headings[0] else ": ").join(
-                [*told[:1], *([Text(", ").join(told[1:])] if told[1:] else [])]
+            text = Text("; " if headings[0] else ": ").join(
+                [*told[:1], *([Text("; ").join(told[1:])] if told[1:] else [])]
             )
             text.stylize(row.style or "")
             lines = text.wrap(_MEASURING, max(1, width - 2), overflow="fold")
@@ -192,7 +192,7 @@ def _pair(heading: Text, cell: Text, width: int) -> Text:
     """A cell with its heading, on one line where there is room for that."""
     if not heading:
         return cell
-    together = Text(f"{heading.plain.split()[-1]} {cell.plain.split()[0]},")
+    together = Text(f"{heading.plain.split()[-1]} {cell.plain.split()[0]};")
     return Text.assemble(heading, _GLUE if together.cell_len <= width else " ", cell)
 
 
