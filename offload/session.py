@@ -73,7 +73,7 @@ class Session:
         self._counters: Counters | None = None  # of the newest step
         self._ended_ns = 0  # of the one before it
         self._running = threading.local()  # .counters: of the step that this thread is in
-        self._open_steps = 0  # in all threads
+        self._open_steps: dict[int, Counters] = {}  # in all threads, by identity
         self._planned: Planned | None = None
         self._tiers = Tiers(self.config, _engine, _lane)
         self._hooks = Hooks(self.config, policy, self._tiers)
@@ -368,7 +368,7 @@ class Session:
             self._reporter.keep(self._take_newest())
             counters.since_ns = self._ended_ns
             self._counters = counters
-            self._open_steps += 1
+            self._open_steps[id(counters)] = counters
             self._hooks.begin_step(counters)
         if self._planned is not None:
             self._planned.begin_step(counters)
@@ -378,11 +378,13 @@ class Session:
             raise StateError("the session is closed; open a new one")
 
     def _end(self, counters: Counters) -> StorageError | None:
-        """The step's first failure of the disk, if there was one."""
+        """The step's first failure of the disk, if there was one. May be called twice."""
         with self._tiers.lock:
-            self._open_steps -= 1
+            if id(counters) not in self._open_steps:
+                return None
             self._tiers.end_step()
             counters.ended_ns = time.perf_counter_ns()
+            del self._open_steps[id(counters)]
             error, warnings = self._tiers.error, self._tiers.warnings
         if self._planned is not None:
             self._planned.end_step()

@@ -1,9 +1,19 @@
-"""Step: one training step, in which a session's hooks are active."""
+"""Step: one training step, in which a session's hooks are active.
 
+[Note: left whatever happens] An interrupt (Ctrl-C) is raised between any two lines, also of those
+that enter and leave a step; a pair of hooks that stayed active would take what other code saves. So
+what was begun is undone by lines that may run again where they were broken off. There is one place
+where none of ours can: the first moment of ``__exit__`` itself, before its ``try``. So what a
+``with`` statement holds on to while its block runs is an object whose end undoes what is left.
+"""
+
+import functools
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +24,10 @@ from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.trace import ranged
 
+_top_hooks: Callable[[bool], HookPair | None]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Owner(Protocol):
@@ -32,6 +45,18 @@ class Owner(Protocol):
     def _end(self, counters: Counters) -> StorageError | None: ...
 
 
+class _Leaving:
+    """``__exit__`` of a step."""
+
+    def __get__(self, step: "Step | None", owner: type) -> Any:
+        if step is None:
+            return _leave
+        leave = functools.partial(_leave, step)  # as such it is held by no frame of a traceback
+        if not step._thread:  # later it is no ``with`` statement that asks
+            step._held = weakref.ref(leave, lambda _: step._close())
+        return leave
+
+
 class Step:
     """One training step of a session: a context manager, and afterwards its ``report``.
 
@@ -45,9 +70,11 @@ class Step:
         self._counters: Counters | None = None
         self._outermost = False
         self._range: AbstractContextManager[object] = nullcontext()
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._pair: HookPair | None = None
+        self._pair: HookPair | None = None  # while they are, or may be, active
         self._thread = 0
+        self._verifies = False
+        self._error: StorageError | None = None
+        self._held: weakref.ref[Any] | None = None  # what a ``with`` statement holds
 
     @property
     def report(self) -> StepReport:
@@ -63,58 +90,111 @@ class Step:
         return StepReport.of([self._counters])
 
     def __enter__(self) -> "Step":
-        if self._counters is not None:
+        if self._thread:
             raise StateError("a step is entered once; call session.step() for each")
-        self._thread = threading.get_ident()
-        self._counters = self._session._running_step()
+        try:
+            self._thread = threading.get_ident()
+            self._open()
+            return self
+        except BaseException:
+            self._close()
+            raise
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            tb: TracebackType | None,
+        ) -> None: ...
+
+    else:
+        __exit__ = _Leaving()
+
+    def _open(self) -> None:
+        session = self._session
+        self._counters = session._running_step()
         self._outermost = self._counters is None
         if self._counters is None:
             Step.entered += 1
-            counters = Counters()
-            self._session._begin(counters)
-            self._range = ranged("offload::step")
-            self._range.__enter__()
-            self._counters = self._session._running.counters = counters
+            counters = self._counters = Counters()
+            session._begin(counters)
+            around = ranged("offload::step")
+            around.__enter__()
+            self._range = around
+            session._running.counters = counters
         outer = _top_hooks(False)
         # Nested in a step of the same session, that one does the work. Not within a checkpointed
         # function, as checkpoint's own pair is above: there each step has to act alike in the
         # forward and when it is computed again, wherever the backward is.
         if self._outermost or is_of_checkpoint(outer):
-            self._pair = self._session._hooks.pair(outer)
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
-            self._hooks.__enter__()
-        if self._outermost and self._session._verifier is not None:
-            self._session._verifier.__enter__()
-        return self
+            self._pair = session._hooks.pair(outer)
+            _push_hooks(*self._pair)
+        if self._outermost and session._verifier is not None:
+            self._verifies = True
+            session._verifier.__enter__()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if self._hooks is None:
-            return
-        assert self._counters is not None
-        # torch pops whatever pair is on top: in the wrong order that would be somebody else's.
+    def _close(self) -> None:
+        """Undo what ``_open`` did, or has begun to do. See Note: left whatever happens."""
+        session = self._session
         if threading.get_ident() != self._thread:
-            raise StateError(
-                "a step must be left on the thread that entered it; its hooks are active there"
-            )
-        if _top_hooks(False) != self._pair:
-            raise StateError(
-                "a step was left while hooks entered inside it are still active: leave contexts in "
-                "the reverse order of entering them"
-            )
-        self._hooks.__exit__(exc_type, exc, tb)
-        if not self._outermost:
             return
-        self._session._running.counters = None
-        self._range.__exit__(exc_type, exc, tb)
+        if self._pair is not None:
+            _unwind(self._pair)
+            self._pair = None
+        self._held = None
+        counters = self._counters
+        if not self._outermost or counters is None:
+            return
+        if getattr(session._running, "counters", self) is counters:
+            session._running.counters = None
+        around, self._range = self._range, nullcontext()
+        around.__exit__(None, None, None)
         try:
-            error = self._session._end(self._counters)  # it may warn, and a warning may raise
+            # It may warn, and a warning may raise.
+            self._error = session._end(counters) or self._error
         finally:
-            if self._session._verifier is not None:
-                self._session._verifier.__exit__(exc_type, exc, tb)
-        if error is not None and self._session.config.on_error == "raise" and exc is None:
-            raise error
+            if self._verifies and session._verifier is not None:
+                session._verifier.__exit__()
+                self._verifies = False
+
+
+def _leave(
+    step: Step,
+    exc_type: type[BaseException] | None = None,
+    exc: BaseException | None = None,
+    tb: TracebackType | None = None,
+) -> None:
+    if step._pair is None:
+        return
+    # torch pops whatever pair is on top: in the wrong order that would be somebody else's.
+    if threading.get_ident() != step._thread:
+        raise StateError(
+            "a step must be left on the thread that entered it; its hooks are active there"
+        )
+    if exc is None and _top_hooks(False) != step._pair:
+        raise StateError(
+            "a step was left while hooks entered inside it are still active: leave contexts in "
+            "the reverse order of entering them"
+        )
+    try:
+        step._close()
+    finally:
+        step._close()  # what an interrupt has kept the first from
+    if step._error is not None and step._session.config.on_error == "raise" and exc is None:
+        raise step._error
+
+
+def _unwind(pair: HookPair) -> None:
+    """Take ``pair`` from the active hooks, with what is above it: entered inside of the step, and
+    left behind by what an exception broke off.
+    """
+    above: list[HookPair] = []
+    while (top := _top_hooks(False)) is not None:
+        _pop_hooks()
+        if top == pair:
+            return
+        above.append(top)
+    for other in reversed(above):  # it was not among them
+        _push_hooks(*other)

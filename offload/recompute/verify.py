@@ -82,19 +82,21 @@ class Verifier:
         self._recomputations = 0
         self._modules: dict[str, _Module] = {}
         self._names = Names()
-        self._open = 0  # contexts
+        self._open: list[int] = []  # contexts, by the threads that entered them
         self._warned = False
 
     def __enter__(self) -> Verifier:
+        self._open.append(threading.get_ident())
         _active.verifiers.append(self)
-        with self._lock:
-            self._open += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        _active.verifiers.remove(self)
-        with self._lock:
-            self._open -= 1
+        """May be called again, or without an entry, where an interrupt came in between."""
+        thread, active = threading.get_ident(), _active.verifiers
+        if self in active:
+            active.remove(self)
+        while self._open.count(thread) > active.count(self):
+            self._open.remove(thread)
         self._warn()
 
     def report(self) -> RecomputeReport:

@@ -1,0 +1,188 @@
+"""A step that is broken off: whatever line it is at, everything is as it was before."""
+
+import contextlib
+import dis
+import functools
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import offload
+from tests.conftest import Opener
+from tests.support import assert_identical, grads, net, rand
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="has no table of handlers")
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def hooks() -> list[Any]:
+    """The pairs that are active on this thread, from the top."""
+    found = []
+    while (pair := _top(False)) is not None:
+        found.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(found):
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return found
+
+
+@functools.cache
+def opcodes(code: CodeType) -> dict[int, tuple[str, object]]:
+    """By offset, the name, and what handles an exception that is raised there."""
+    handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return {
+        i.offset: (i.opname, [h for h in handlers if h.start <= i.offset < h.end][-1:])
+        for i in dis.get_instructions(code)
+    }
+
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` at the ``at``-th moment at which the interpreter might: it looks
+    for signals when a function begins, when a call has returned, and when a loop goes back. A trace
+    function only raises at the next instruction: not where that has another handler.
+    """
+
+    def __init__(self, at: int, within: tuple[str, ...]) -> None:
+        self._left, self._within = at, within
+        self.where: str | None = None
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        """For ``sys.settrace``."""
+        if not any(part in frame.f_code.co_filename for part in self._within):
+            return None
+        known = opcodes(frame.f_code)
+        last: tuple[str, object] = ("", None)
+
+        def in_frame(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal last
+            if event == "opcode":
+                (before, handler), last = last, known[frame.f_lasti]
+                looks = before.startswith("CALL") or "JUMP_BACKWARD" in before
+                if looks and handler == last[1]:
+                    self._moment(frame)
+            return in_frame
+
+        frame.f_trace_opcodes = True
+        self._moment(frame)
+        return in_frame
+
+    def _moment(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_lasti}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def every_interrupt(within: tuple[str, ...], run: Any) -> int:
+    """Call ``run(interrupt)`` with interrupts at every moment; how many there are."""
+    for at in itertools.count(1):
+        interrupt = Interrupt(at, within)
+        run(interrupt)
+        if interrupt.where is None:
+            return at - 1
+    raise AssertionError
+
+
+OURS = ("/offload/", "/torch/autograd/graph.py", "/contextlib.py")
+
+
+@pytest.mark.parametrize("verify_recompute", [False, True])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(
+    open_session: Opener, verify_recompute: bool
+) -> None:
+    session = open_session(verify_recompute=verify_recompute)
+    model, x = net(), rand(8, 16)
+    model(x).sum().backward()
+    expected = grads(model)
+
+    def outer_pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    with saved_tensors_hooks(outer_pack, outer_pack):
+        before = hooks()
+
+        def run(interrupt: Interrupt) -> None:
+            with session.step():  # so that each run has as many moments
+                pass
+            with contextlib.suppress(KeyboardInterrupt), interrupt.armed(), session.step():
+                pass
+            assert hooks() == before, interrupt.where
+            assert not session._open_steps, interrupt.where
+            assert session._running_step() is None, interrupt.where
+            assert offload.recompute.verify.current_verifier() is None, interrupt.where
+
+        assert every_interrupt(OURS, run) > 50
+    model.zero_grad()
+    with session.step() as step:
+        model(x).sum().backward()
+    assert_identical(expected, grads(model))
+    assert step.report.offloaded_blocks > 0
+    session.close()
+
+
+def test_an_interrupt_inside_of_a_step(open_session: Opener) -> None:
+    """Also within the contexts of others, whose hooks it leaves above ours."""
+    session = open_session()
+    model, x = net(), rand(8, 16)
+
+    def run(interrupt: Interrupt) -> None:
+        with contextlib.suppress(KeyboardInterrupt), session.step(), interrupt.armed():
+            with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+                pass
+            with offload.Session(min_offload_bytes=0) as other, other.step():
+                pass
+        assert hooks() == [], interrupt.where
+        with session.step():
+            model(x).sum().backward()
+
+    assert every_interrupt(("/torch/autograd/graph.py", "/offload/step.py"), run) > 10
+
+
+def test_an_exception_takes_what_was_left_above(open_session: Opener) -> None:
+    session = open_session()
+    left = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+    with pytest.raises(ZeroDivisionError), session.step():
+        left.__enter__()
+        1 / 0  # noqa: B018
+    assert hooks() == []
+
+
+def test_by_an_exit_stack_and_by_hand(open_session: Opener) -> None:
+    session = open_session()
+    with contextlib.ExitStack() as stack:
+        step = stack.enter_context(session.step())
+        assert len(hooks()) == 1
+        assert hasattr(step, "__exit__")
+        assert len(hooks()) == 1, "to look at it is not to leave"
+    assert hooks() == []
+    step = session.step()
+    leave = step.__exit__
+    step.__enter__()
+    assert len(hooks()) == 1
+    leave(None, None, None)
+    assert hooks() == []
+    del leave
+    step = session.step()
+    step.__enter__()
+    step.__exit__(None, None, None)
+    assert hooks() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not session._open_steps
