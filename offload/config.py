@@ -139,6 +139,9 @@ class Config:
         budget_scope: ``"node"``: the two budgets are those of this machine, and divided by the
             processes on it (``$LOCAL_WORLD_SIZE``, which torchrun sets). ``"rank"``: they are those
             of this process.
+        plan_scope: ``"group"``: ranks that share a model make one plan for ``device_budget``, from
+            the slowest times and largest bytes among them, as all have to recompute the same where
+            that runs collectives. ``"rank"``: each makes its own.
         device_budget: most bytes of device memory. On an accelerator of all that its allocator has
             given out; on ``"cpu"`` of saved activations with the host memory above. A plan keeps
             to it by what it chooses (``Session.apply``); without one, whatever would pass it
@@ -186,6 +189,9 @@ class Config:
     disk_budget: int | None = _size(None)
     host_budget: int | None = _size(None)
     budget_scope: Literal["node", "rank"] = field(default="node", validator=_one_of("node", "rank"))
+    plan_scope: Literal["group", "rank"] = field(
+        default="group", validator=_one_of("group", "rank")
+    )
     device_budget: int | None = field(default=None, converter=_to_device_budget)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)

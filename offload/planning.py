@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.agreement import agreement_on
 from offload.config import Config
 from offload.errors import PlanError, SegmentError
 from offload.planner.applied import Planned, budgets_of
@@ -100,7 +101,8 @@ def plan(
     """Measure a few steps and plan what becomes of the activations of each part of ``model``.
 
     The steps run under the leanest actions there are, so that measuring needs no more memory than
-    the leanest plan. Gradients, buffers and random numbers are put back afterwards.
+    the leanest plan. Gradients, buffers and random numbers are put back afterwards. Where
+    ``torch.distributed`` has several ranks, all that share the model call it, and get one plan.
 
     Args:
         model: what is trained. Its repeated blocks are its segments, unless ``segments`` names
@@ -149,7 +151,18 @@ def plan(
     found = measure_model(
         model, step, device_budget=device_budget, segments=segments, solver=solver, **options
     )
-    return plan_from(found, device_budget is not None, max_overhead, solver)
+
+    def made(_: object = None) -> Plan:
+        return plan_from(found, device_budget is not None, max_overhead, solver)
+
+    group = None if options.get("plan_scope") == "rank" else agreement_on(model, "plan")
+    if group is None:
+        return made()
+    agreed = group.decide(None, made)
+    if agreed is None:
+        raise PlanError(f"ranks that share a model make one plan for it, and {group.over}")
+    group.leave()
+    return agreed
 
 
 def plan_from(

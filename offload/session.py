@@ -307,6 +307,8 @@ class Session:
                 self._wait_for_autograd()
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
+        if self._planned is not None:
+            self._planned.leave()
         if self._reporter.is_open and not self._tiers.in_child:
             self._reporter.close(StepReport.of([] if newest is None else [newest]))
 

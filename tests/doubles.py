@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -163,6 +164,43 @@ class LazyEngine(WrappedEngine):
             slot.nbytes,
             lambda: self.inner.read(slot, offset, urgent=urgent, checksum=checksum),
         )
+
+
+class SlowRequest:
+    """A transfer that takes longer than it has to."""
+
+    def __init__(self, inner: Request, seconds: float) -> None:
+        self._inner = inner
+        self.start_ns = time.perf_counter_ns()
+        self.end_ns = self.start_ns + int(seconds * 1e9)
+
+    def done(self) -> bool:
+        return self._inner.done() and time.perf_counter_ns() >= self.end_ns
+
+    def wait(self) -> bool:
+        time.sleep(max(0, self.end_ns - time.perf_counter_ns()) / 1e9)
+        return self._inner.wait()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def promote(self) -> None:
+        self._inner.promote()
+
+
+class SlowEngine(WrappedEngine):
+    """A disk of a rate."""
+
+    def __init__(self, inner: Engine, *, bytes_per_s: float) -> None:
+        super().__init__(inner)
+        self._bytes_per_s = bytes_per_s
+
+    def write(self, slot: Slot, offset: int) -> Request:
+        return SlowRequest(super().write(slot, offset), slot.nbytes / self._bytes_per_s)
+
+    def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
+        request = super().read(slot, offset, urgent=urgent, checksum=checksum)
+        return SlowRequest(request, slot.nbytes / self._bytes_per_s)
 
 
 class ArenaWithoutRoom:

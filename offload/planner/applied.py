@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from offload.agreement import agreement_on
 from offload.errors import PlanError
 from offload.hooks import Hooks
-from offload.planner.auto import Auto, Fixed, Measured
+from offload.planner.auto import Auto, Fixed
 from offload.planner.control import Controller
 from offload.planner.plan import Plan
 from offload.planner.profile import Budgets
+from offload.planner.record import Measured
 from offload.planner.segments import find_segments
 from offload.report import Counters
 from offload.tables import FigureTable, text_of
@@ -52,12 +54,16 @@ class Planned:
             self._fixed = Fixed(plan)
         else:
             names = find_segments(model, segments)
+            config = tiers.common.config
+            budgets = budgets_of(tiers, device_budget)
+            alone = config.plan_scope == "rank"
             self.auto = Auto(
-                budgets_of(tiers, device_budget),
+                budgets,
                 slow="disk" if tiers.common.lane.host_is_device else "host",
-                min_offload_bytes=max(1, tiers.common.config.min_offload_bytes),
+                min_offload_bytes=max(1, config.min_offload_bytes),
                 events=tiers.common.trace.events,
                 solver=solver,
+                group=None if alone else agreement_on(model, ", ".join(names)),
             )
         scheme = self._fixed or self.auto
         assert scheme is not None
@@ -84,6 +90,8 @@ class Planned:
     def begin_step(self, counters: Counters) -> None:
         """Called by the session."""
         self._controller.begin_step(counters)
+        if self.auto is not None:
+            self.auto.begin_step()
 
     def end_step(self) -> None:
         """Called by the session."""
@@ -91,8 +99,14 @@ class Planned:
 
     def remove(self) -> None:
         """Make model and session what they were. May be called twice."""
+        self.leave()
         self._controller.remove()
         self._removed()
+
+    def leave(self) -> None:
+        """Other ranks are to wait for this one no more; called by the session when it closes."""
+        if self.auto is not None:
+            self.auto.leave()
 
     def __enter__(self) -> Planned:
         return self

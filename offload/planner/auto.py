@@ -11,17 +11,20 @@ budget was passed, and where plain recomputation was measured to be faster.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
 from offload.planner.control import Assignment
+from offload.planner.joint import News, together
 from offload.planner.model import Chain, Links, predict
 from offload.planner.plan import Plan, fits_under, make_plan, needs_under, uniform_choice
 from offload.planner.profile import Budgets, Profile
-from offload.planner.record import Clock, HostClock, Pass
+from offload.planner.record import Clock, HostClock, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
 from offload.trace import Event, merged, total_ns
@@ -37,18 +40,7 @@ _WAITING = 0.05  # of a pass, beyond the predicted stalls
 MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
 _SLOWER = 1.05  # than everything recomputed: then that
 _LEAST_BYTES = 1 << 20  # of transfers, to tell a rate from
-
-
-@dataclass
-class Measured:
-    """A pass under a plan."""
-
-    seconds: float
-    peak_bytes: int
-    stall_seconds: float
-    misses: int
-    moved_bytes: int
-    transfer_seconds: float
+_SELDOM = 16  # steps from one decision of several ranks to the next, once a plan has proved itself
 
 
 @dataclass
@@ -64,6 +56,7 @@ class Study:
     lean_seconds: float = float("inf")
     measured: list[Measured] = field(default_factory=list)
     fell_back: bool = False
+    begun: int = 0  # how often it was measured from the start
 
 
 class Fixed:
@@ -109,7 +102,9 @@ class Auto:
         min_offload_bytes: what is smaller stays.
         events: what was transferred, newest last.
         solver, solver_seconds: see ``solve``.
-        settle: passes under a plan after which it only changes for a reason.
+        links: rates where none was measured.
+        group: the ranks that share the model. They decide together, when a step begins; see Note:
+            ranks act alike.
     """
 
     def __init__(
@@ -122,6 +117,7 @@ class Auto:
         solver: str = "search",
         solver_seconds: float = 30.0,
         links: Links | None = None,
+        group: Agreement | None = None,
     ) -> None:
         self.budgets = budgets
         self.studies: dict[str, Study] = {}
@@ -136,6 +132,12 @@ class Auto:
         # Twice each: the first of a kind meets cold caches, and memory that was never touched.
         kinds = [(again, True), (some, True), (slow, False)]
         self._phases = [kind for kind in kinds for _ in range(2)]
+        self._group = group
+        self._own = self._fresh()  # of several ranks, what this one has seen
+        self._news: News | None = None
+        self._largest_bytes = 0  # of inputs
+        self._steps = 0  # since the last decision, that ran a forward
+        self._has_run = False  # a forward, in this step
 
     @property
     def plan(self) -> Plan | None:
@@ -148,10 +150,29 @@ class Auto:
         study = self.newest
         return study is not None and study.plan is not None and study.plans > _ESTIMATING
 
+    def begin_step(self) -> None:
+        """Of several ranks: take part in their decision, if one is due."""
+        self._steps += self._has_run
+        self._has_run = False
+        study = self.newest
+        if self._group is None or study is None or self._group.over:
+            return
+        proved = self.settled and len(study.measured) >= _YOUNG
+        if self._steps >= (_SELDOM if proved else 1):
+            self._steps = 0
+            self._decide(self._group)
+
+    def leave(self) -> None:
+        """The other ranks are to count on this one no more."""
+        if self._group is not None:
+            self._group.leave()
+
     def assign(self, signature: str) -> Assignment:
-        study = self.studies.get(signature)
+        self._has_run = True
+        key = signature if self._group is None else ""  # see Note: ranks act alike
+        study = self.studies.get(key)
         if study is None:
-            study = self.studies[signature] = Study(Profile(self._slow, self._least))
+            study = self.studies[key] = self._fresh()
         self.newest = study
         if study.plan is not None:
             young = len(study.measured) < _YOUNG
@@ -167,20 +188,88 @@ class Auto:
         )
 
     def finished(self, done: Pass, counters: Counters) -> None:
+        if self._group is not None:
+            self._note(done, counters)
+            return
         study = self.studies.get(done.signature)
         if study is None or not study.profile.learn(done, self.clock):
             return
         if study.plan is None:
-            self._measured_phase(study, done, counters)
+            self._note_lean(study, done, counters)
+            self._next_phase(study, done.signature)
         else:
-            self._measured_plan(study, done, counters)
+            found = _measured(done, counters)
+            self._judge(study, found, done.signature, lambda: self._rates(counters, Links()))
 
-    def _measured_phase(self, study: Study, done: Pass, counters: Counters) -> None:
-        profile = study.profile
+    # -- several ranks ----------------------------------------------------------------------------
+
+    def _note(self, done: Pass, counters: Counters) -> None:
+        """Keep a pass for the next decision."""
+        study, own = self.newest, self._own
+        if study is None or not own.profile.learn(done, self.clock):
+            return
+        news = self._news = self._news or News(own.profile, self.budgets)
+        news.passes += 1
+        news.signature = done.signature
+        news.larger |= 0 < self._largest_bytes < done.input_bytes
+        self._largest_bytes = max(self._largest_bytes, done.input_bytes)
+        if study.plan is None:
+            self._note_lean(own, done, counters)
+            news.lean_seconds = own.lean_seconds
+        else:
+            news.measured.append(_measured(done, counters))
+            news.links = self._rates(counters, Links())
+
+    def _decide(self, group: Agreement) -> None:
+        news, self._news = self._news or News(self._own.profile, self.budgets), None
+        decided = group.decide(news, self._lead)
+        if decided is None:
+            warn_user(
+                f"ranks that share a model plan together, and {group.over}: what is done with "
+                "activations stays as it is now. Apply the plan on all ranks, and begin the same "
+                'steps on each; or plan for each rank, Session(plan_scope="rank"), where no '
+                "collective runs inside of segments"
+            )
+            return
+        study, self.budgets = decided
+        self.studies[""] = self.newest = study
+        if study.begun > self._own.begun:
+            self._own = self._fresh(study.begun)
+
+    def _lead(self, news: list[News]) -> tuple[Study, Budgets]:
+        """What all do from now on, by what all have seen. Runs on one rank, on copies: what comes
+        of it is in force where it was agreed on.
+        """
+        study, known = copy.deepcopy(self.newest), together(news)
+        assert study is not None
+        self.budgets = known.budgets
+        if known.larger:
+            return self._fresh(study.begun + 1), self.budgets
+        study.profile = known.profile
+        if study.plan is None and known.passes:
+            study.lean_seconds = min(study.lean_seconds, known.lean_seconds)
+            self._next_phase(study, known.signature)
+            return study, self.budgets
+        plan = study.plan
+        for found in known.measured:
+            if study.plan is plan:  # what follows was another plan's
+                self._judge(study, found, known.signature, lambda: known.links)
+        return study, self.budgets
+
+    # -- measuring, then planning -----------------------------------------------------------------
+
+    def _fresh(self, begun: int = 0) -> Study:
+        return Study(Profile(self._slow, self._least), begun=begun)
+
+    def _note_lean(self, study: Study, done: Pass, counters: Counters) -> None:
+        """A pass before there is a plan."""
         if done.phase.startswith("recompute"):
             seconds = self.clock.seconds(done.started, done.ended, merged(done.waits))
             study.lean_seconds = min(study.lean_seconds, seconds)
-        profile.links = self._rates(counters, profile.links)
+        study.profile.links = self._rates(counters, study.profile.links)
+
+    def _next_phase(self, study: Study, signature: str) -> None:
+        profile = study.profile
         study.phase += 1
         if study.phase == 1:
             check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work
@@ -189,7 +278,7 @@ class Auto:
         ):
             study.phase += 1
         if study.phase == len(self._phases):
-            self.replan(study, done.signature)
+            self.replan(study, signature)
 
     def _rates(self, counters: Counters, known: Links) -> Links:
         """Of this step's transfers."""
@@ -204,19 +293,21 @@ class Auto:
         study.plans += 1
         study.waited = 0
 
-    def _measured_plan(self, study: Study, done: Pass, counters: Counters) -> None:
+    def _judge(
+        self, study: Study, found: Measured, signature: str, rates: Callable[[], Links]
+    ) -> None:
+        """A pass under the plan: is it as it was meant?"""
         plan = study.plan
         assert plan is not None
-        found = _measured(done, counters)
         study.measured.append(found)
         over = found.peak_bytes - int(plan.budgets.device_bytes)
         study.margin_bytes += max(0, over)
         if study.plans <= _ESTIMATING:
-            self._replan(study, done.signature, over)
+            self._replan(study, signature, over)
             return
         if study.plans > _ESTIMATING + _REPLANS:
             return
-        if self._fall_back(study, done.signature):
+        if self._fall_back(study, signature):
             return
         predicted = sum(row.stall_seconds for row in plan.rows)
         late = found.stall_seconds - predicted > _WAITING * plan.seconds
@@ -224,8 +315,8 @@ class Auto:
         if over <= 0 and study.waited < _PATIENCE:
             return
         if study.waited >= _PATIENCE:
-            study.profile.links = self._rates(counters, Links())
-        self._replan(study, done.signature, over)
+            study.profile.links = rates()
+        self._replan(study, signature, over)
 
     def _replan(self, study: Study, signature: str, over: int) -> None:
         """Again, if that is possible; else the plan stays."""

@@ -196,6 +196,7 @@ class Controller:
         self._pass.phase = assigned.phase
         # The batch: whoever passes it holds it meanwhile, so that sending it away frees nothing.
         tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        self._pass.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
         if assigned.record and not self._is_cpu:

@@ -381,7 +381,7 @@ def _base_seconds(seconds: dict[str, tuple[float, float, float]]) -> tuple[float
 
 def _note_bytes(known: SegmentProfile, visit: Visit) -> None:
     kind = visit.action.partition("+")[0]
-    if kind == "recompute" and visit.saved:
+    if kind == "recompute" and sum(visit.saved.values()) >= max(1, sum(known.saved.values())):
         known.saved, known.boundary, known.before = visit.saved, visit.held, visit.before
         known.forward_peak_bytes = visit.forward_peak_bytes
         known.backward_peak_bytes = visit.backward_peak_bytes

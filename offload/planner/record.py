@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 
 from offload.trace import Interval, intersection_ns, merged
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "Pass", "StorageIds", "Visit", "signature_of"]
+__all__ = [
+    "Clock", "DeviceClock", "HostClock", "Measured", "Pass", "StorageIds", "Visit", "signature_of",
+]  # fmt: skip
 
 
 class Clock(Protocol):
@@ -112,6 +114,7 @@ class Pass:
     signature: str
     started: Any
     phase: str = ""
+    input_bytes: int = 0
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
     start_bytes: int = 0  # of the allocator
@@ -154,6 +157,18 @@ class Pass:
         """From the last forward to the first backward: the head, the loss and their gradient."""
         last = self.visits[-1]
         return clock.seconds(last.left, last.began, merged(self.waits))
+
+
+@dataclass
+class Measured:
+    """A pass under a plan: what came of it."""
+
+    seconds: float
+    peak_bytes: int
+    stall_seconds: float
+    misses: int
+    moved_bytes: int
+    transfer_seconds: float
 
 
 def signature_of(values: Iterable[object]) -> str:

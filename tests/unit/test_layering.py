@@ -21,7 +21,7 @@ LAYERS = [
     {"block", "placement"},
     {"dtensor"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
-    {"distributed"},
+    {"agreement", "distributed"},
     {"planner"},
     {"step"},
     {"session"},
