@@ -1,6 +1,7 @@
 """Train a GPT on several ranks with FSDP2 or DDP, with activations offloaded, and compare the bits.
 
     torchrun --nproc-per-node=2 scripts/train_fsdp.py
+    torchrun --nproc-per-node=2 scripts/train_fsdp.py --plan 40MiB
 
 The model learns to predict the next character of the sources of Python's standard library; every
 rank takes other windows of it. By default it is trained twice from the same start, without a
@@ -16,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.distributed import RankReports, gather
+from offload.errors import PlanError
 from offload.measure import activation_meter, fingerprint, session_options
 from offload.merge_traces import merged_trace
+from offload.planner.applied import Planned
 from offload.profiler import profile
+from offload.recompute.rules import Rules
 from offload.units import format_bytes, format_seconds
 from offload.workloads import PRESETS, Workload, preset
 
 JSON_FORMAT = 1
 WARMUP_STEPS = 1  # left out of times
+STEPS, PLANNED_STEPS = 5, 16
 RECOMPUTE = {"blocks.*": "recompute+disk"}
 HELD_OUT_BATCHES = 4
 
@@ -54,6 +60,12 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     held_out_loss: float = 0.0
     peak_live_bytes: int = 0
+    plan: dict[str, str] = field(default_factory=dict)  # what it came to: actions by segment
+    budget_bytes: int = 0
+
+    def settled_seconds(self) -> list[float]:
+        """Of the steps after those that warm up, or measure."""
+        return self.seconds[PLANNED_STEPS // 2 if self.plan else WARMUP_STEPS :]
 
     def bits(self) -> tuple[object, ...]:
         """What must not depend on offloading."""
@@ -82,18 +94,20 @@ def train(
     steps: int,
     device: torch.device,
     session: offload.Session | None,
-    recompute: bool,
+    rules: Rules | str | None = None,
 ) -> Run:
-    """``steps`` of AdamW from the same start on every rank, each with batches of its own."""
+    """``steps`` of AdamW from the same start on every rank, each with batches of its own; in the
+    session what ``rules`` say becomes of activations.
+    """
     rank, run = dist.get_rank(), Run()
     inner = workload.build(seed=0)
     model = parallel(inner, kind, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
     meter = activation_meter(model, session)
-    rules = contextlib.nullcontext()
-    if session is not None and recompute:
-        rules = session.apply(inner, RECOMPUTE)
-    with rules:
+    applied: Any = contextlib.nullcontext()
+    if session is not None and rules is not None:
+        applied = session.apply(inner, rules)
+    with applied:
         for batch in workload.batches(steps, seed=1 + rank):
             started = time.perf_counter()
             with session.step() if session is not None else contextlib.nullcontext():
@@ -108,6 +122,10 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             del loss
+    if isinstance(applied, Planned):
+        plan = applied.plan
+        run.plan = plan.actions if plan is not None else {}
+        run.budget_bytes = 0 if session is None else session.config.device_budget or 0
     run.parameters = fingerprint(shard(p) for p in model.parameters())
     run.peak_live_bytes = meter.peak_bytes
     run.held_out_loss = held_out_loss(workload, model, device)
@@ -163,7 +181,7 @@ def show(runs: dict[str, list[Run]], reports: RankReports | None, title: str) ->
     every = list(runs.values())
     rows = {
         "step time, median": [
-            format_seconds(statistics.median(s for r in of for s in r.seconds[WARMUP_STEPS:]))
+            format_seconds(statistics.median(s for r in of for s in r.settled_seconds()))
             for of in every
         ],
         "activations alive, most of a rank": [
@@ -172,12 +190,21 @@ def show(runs: dict[str, list[Run]], reports: RankReports | None, title: str) ->
         "first loss, rank 0": [f"{float.fromhex(of[0].losses[0]):.4f}" for of in every],
         "held-out loss, all ranks": [f"{of[0].held_out_loss:.4f}" for of in every],
     }
+    if any(of[0].plan for of in every):
+        rows["budget of a rank, and its plan"] = [
+            f"{format_bytes(of[0].budget_bytes)}: {_counted(of[0].plan)}" if of[0].plan else ""
+            for of in every
+        ]
     for name, values in rows.items():
         table.add_row(name, *values)
     console = Console(width=100)
     console.print(table)
     if reports is not None:
         console.print(reports.table())
+
+
+def _counted(plan: dict[str, str]) -> str:
+    return ", ".join(f"{n} {action}" for action, n in Counter(plan.values()).most_common())
 
 
 def device_of(rank: int) -> torch.device:
@@ -193,8 +220,20 @@ def device_of(rank: int) -> torch.device:
 @click.option("--mode", type=click.Choice(["both", "plain", "offload"]), default="both")
 @click.option("--parallel", "kind", type=click.Choice(["fsdp2", "ddp"]), default="fsdp2")
 @click.option("--workload", "name", type=click.Choice(list(PRESETS)), default="demo-quick")
-@click.option("--steps", type=click.IntRange(min=WARMUP_STEPS + 1), default=5, show_default=True)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=WARMUP_STEPS + 1),
+    help=f"Default: {STEPS}; {PLANNED_STEPS} with --plan, as the first {PLANNED_STEPS // 2} "
+    "measure.",
+)
 @click.option("--recompute", is_flag=True, help="Recompute blocks, and offload their inputs.")
+@click.option(
+    "--plan",
+    "budget",
+    metavar="BUDGET",
+    help="Most bytes of device memory (on the CPU, of activations) of each rank, 64MiB or auto: "
+    "measure, then plan for it, one plan for all ranks.",
+)
 @click.option("--option", "options", metavar="NAME=VALUE", multiple=True, help="Of the session.")
 @click.option(
     "--profile",
@@ -208,8 +247,9 @@ def main(
     mode: str,
     kind: str,
     name: str,
-    steps: int,
+    steps: int | None,
     recompute: bool,
+    budget: str | None,
     options: tuple[str, ...],
     profile_into: Path | None,
     as_json: bool,
@@ -218,10 +258,13 @@ def main(
     """Train on several ranks, plain and offloaded, and compare every bit. Start with torchrun."""
     if "WORLD_SIZE" not in os.environ:
         raise click.UsageError("start it with torchrun --nproc-per-node=2 scripts/train_fsdp.py")
+    if recompute and budget is not None:
+        raise click.UsageError("--recompute is a rule for all blocks and --plan chooses: give one")
     try:
-        given = session_options(options)
+        given = session_options(options, device_budget=budget)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
+    steps = steps or (STEPS if budget is None else PLANNED_STEPS)
     device = device_of(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group()
@@ -230,10 +273,11 @@ def main(
         runs: dict[str, list[Run]] = {}
         reports = None
         if mode != "offload":
-            runs["plain"] = of_all_ranks(train(workload, kind, steps, device, None, False))
+            runs["plain"] = of_all_ranks(train(workload, kind, steps, device, None))
         if mode != "plain":
             with offload.Session(**given) as session:
-                run = train(workload, kind, steps, device, session, recompute)
+                rules = "auto" if budget is not None else RECOMPUTE if recompute else None
+                run = train(workload, kind, steps, device, session, rules)
                 runs["offloaded"] = of_all_ranks(run)
                 reports = gather(session.report())
         same = None if len(runs) < 2 else _same(runs)
@@ -244,14 +288,17 @@ def main(
             path = profiled(workload, kind, device, profile_into, given)
             if dist.get_rank() == 0 and not (as_json or quiet):
                 print(f"The timelines of all ranks are in {path}; ui.perfetto.dev opens it.")
+    except PlanError as error:  # on all ranks alike
+        raise click.ClickException(str(error)) from None
     finally:
         dist.destroy_process_group()
     sys.exit(1 if same is False else 0)
 
 
 def _same(runs: dict[str, list[Run]]) -> bool:
-    pairs = zip(runs["plain"], runs["offloaded"], strict=True)
-    return all(plain.bits() == offloaded.bits() for plain, offloaded in pairs)
+    pairs = list(zip(runs["plain"], runs["offloaded"], strict=True))
+    one_plan = all(offloaded.plan == pairs[0][1].plan for _, offloaded in pairs)
+    return one_plan and all(plain.bits() == offloaded.bits() for plain, offloaded in pairs)
 
 
 def _tell(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import offload
@@ -27,9 +28,10 @@ def script() -> Any:
 def both_runs(directory: str, kind: str, recompute: bool) -> tuple[bool, bool, int]:
     train = script()
     workload, device = train.preset("gpt-tiny"), torch.device("cpu")
-    plain = train.train(workload, kind, 2, device, None, False)
+    plain = train.train(workload, kind, 2, device, None)
     with offload.Session(disk_dir=directory, min_offload_bytes=4096, keep_last_bytes=0) as session:
-        ours = train.train(workload, kind, 2, device, session, recompute)
+        rules = train.RECOMPUTE if recompute else None
+        ours = train.train(workload, kind, 2, device, session, rules)
         moved_bytes = session.report().offloaded_bytes
     other = replace(ours, gradients=[*ours.gradients[:-1], "0"])
     same = train._same({"plain": [plain], "offloaded": [ours]})
@@ -45,6 +47,29 @@ def test_both_runs_have_the_same_bits(
         assert same
         assert not changed
         assert moved_bytes > 0
+
+
+def planned(directory: str) -> tuple[bool, bool, dict[str, str], int, int]:
+    train = script()
+    workload, device = train.preset("gpt-tiny"), torch.device("cpu")
+    plain = train.train(workload, "fsdp2", train.PLANNED_STEPS, device, None)
+    options = {"disk_dir": directory, "min_offload_bytes": 4096, "device_budget": "3MiB"}
+    with offload.Session(**options) as session:
+        ours = train.train(workload, "fsdp2", train.PLANNED_STEPS, device, session, "auto")
+    mine = dist.get_rank() == 1
+    other = replace(ours, plan={**ours.plan, "blocks.0": "another"}) if mine else ours
+    both = [train.of_all_ranks(run) for run in (plain, ours, other)]
+    same = train._same({"plain": both[0], "offloaded": both[1]})
+    changed = train._same({"plain": both[0], "offloaded": both[2]})
+    return same, changed, ours.plan, ours.peak_live_bytes, ours.budget_bytes
+
+
+def test_a_plan_for_a_budget(two: Ranks, tmp_path: Path) -> None:
+    for same, changed, plan, peak_bytes, budget_bytes in two.run(planned, str(tmp_path)):
+        assert same
+        assert not changed, "one of them has another plan"
+        assert len(plan) == 3
+        assert peak_bytes <= budget_bytes == 3 << 20
 
 
 def profiles(directory: str) -> str:
