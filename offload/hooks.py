@@ -13,6 +13,7 @@ The cheapest test comes first: most saved tensors are small.
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -90,6 +91,14 @@ class Hooks:
     def live_blocks(self) -> int:
         """Blocks that some graph still holds."""
         return len(self._blocks)
+
+    def wait_for_autograd(self) -> None:
+        """On an accelerator a thread of autograd's runs backward, and lets go of its last graph
+        a moment after backward has returned.
+        """
+        patient_until = time.monotonic() + 0.05
+        while self._device.type != "cpu" and self._blocks and time.monotonic() < patient_until:
+            time.sleep(0.001)
 
     @contextlib.contextmanager
     def placed(

@@ -288,6 +288,8 @@ class Session:
             if self.config.device.type != "cpu":
                 torch.accelerator.synchronize()  # its waits have ended, too
             self._tiers.poll()
+            failure = self._tiers.failure
+        self._warn(failure)
 
     def close(self) -> None:
         """Finish what is in flight and let go of memory, threads and file. May be called twice.
@@ -304,13 +306,15 @@ class Session:
             newest = self._counters
             if not self._tiers.in_child:
                 self._tiers.drain()  # what is in flight holds its blocks
-                self._wait_for_autograd()
+                self._hooks.wait_for_autograd()
+            failure = self._tiers.failure
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
         if self._planned is not None:
             self._planned.leave()
         if self._reporter.is_open and not self._tiers.in_child:
             self._reporter.close(StepReport.of([] if newest is None else [newest]))
+        self._warn(failure)
 
     def _take_newest(self) -> StepReport | None:
         """Count the newest step among the finished ones."""
@@ -321,18 +325,6 @@ class Session:
         self._ended_ns = self._counters.ended_ns
         self._counters = None
         return newest
-
-    def _wait_for_autograd(self) -> None:
-        """On an accelerator a thread of autograd's runs backward, and lets go of its last graph
-        a moment after backward has returned.
-        """
-        patient_until = time.monotonic() + 0.05
-        while (
-            self.config.device.type != "cpu"
-            and self._hooks.live_blocks
-            and time.monotonic() < patient_until
-        ):
-            time.sleep(0.001)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -362,9 +354,13 @@ class Session:
     def _begin(self, counters: Counters) -> None:
         with self._tiers.lock:
             self._expect_open()
+            if not self._tiers.in_child:
+                self._tiers.poll()  # what has ended, or failed, belongs to the step before
+            failure = self._tiers.failure
             newest = self._take_newest()
         # Before this step begins: a callback may run steps of its own, or be interrupted.
         self._reporter.report(newest)
+        self._warn(failure)
         with self._tiers.lock:
             self._expect_open()
             self._reporter.keep(self._take_newest())
@@ -387,10 +383,13 @@ class Session:
             self._tiers.end_step()
             counters.ended_ns = time.perf_counter_ns()
             del self._open_steps[id(counters)]
-            error, warnings = self._tiers.error, self._tiers.warnings
+            error, failure = self._tiers.error, self._tiers.failure
         if self._planned is not None:
             self._planned.end_step()
-        if error is not None and not self._warned:
-            self._warned = True  # once: every step's report has its own
-            warn_user(warnings[0])
+        self._warn(failure)
         return error
+
+    def _warn(self, failure: str) -> None:
+        if failure and not self._warned:
+            self._warned = True  # once: every step's report has its own
+            warn_user(failure)

@@ -89,9 +89,11 @@ class Tiers:
         return self.common.error
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the report of the newest step warns of: that of a thread, where several train."""
-        return tuple(self.common.counters.warnings)
+    def failure(self) -> str:
+        """The same, as the report of the newest step warns of it; empty if there was none. A write
+        may fail when its step is over: in the optimizer, or while the session closes.
+        """
+        return next(iter(self.common.counters.warnings)) if self.error is not None else ""
 
     @property
     def in_child(self) -> bool:

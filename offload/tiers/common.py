@@ -50,9 +50,12 @@ class Common:
         if self.error is None:
             # Kept without its traceback, whose frames hold blocks and reservations.
             self.error = error.with_traceback(None)
-            self.counters.warnings[
-                f"{error}. Tensors stay in memory for the rest of this step"
-            ] += 1
+            outcome = (
+                "Tensors stay in memory for the rest of this step"
+                if not self.counters.ended_ns
+                else "It was still under way when its step had ended; the bytes stay in memory"
+            )
+            self.counters.warnings[f"{error}. {outcome}"] += 1
 
     def begun(self, lane: str, depth: int) -> None:
         """Note how many transfers of ``lane`` are on their way, after one more was started."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import offload
 from offload.engines import Engine, open_engine
 from offload.errors import OffloadWarning, StorageError
-from tests.doubles import EngineWithoutRoom, FaultyEngine, LazyEngine
+from tests.doubles import EngineWithoutRoom, FailedRequest, FaultyEngine, LazyEngine
 from tests.support import chain, drain, in_threads, rand
 
 NBYTES = 64 * 64 * 4
@@ -138,6 +138,71 @@ def test_a_warning_that_raises_leaves_the_step(open_session, faulty: FaultyEngin
     offload.checkpoint(torch.tanh, x).sum().backward()  # in no step: nobody looks at it
     assert session.recompute_report().regions == 0
     assert torch.equal(run(session), EXPECTED)
+
+
+class LateEngine(FaultyEngine):
+    """Writes do not end before ``over`` is set, and then they have failed."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self.good_writes, self.over = 0, False
+
+    def write(self, slot: Any, offset: int) -> Any:
+        request: Any = super().write(slot, offset)
+        if isinstance(request, FailedRequest):
+            request.done = lambda: self.over
+        return request
+
+
+LATE = r"writing 16 KiB at offset \d+ of the scratch file in .* EIO .*when its step had ended"
+
+
+@pytest.mark.parametrize("when", ["in the optimizer", "in a later backward", "at close"])
+def test_writes_fail_when_the_step_is_over(open_session, real_engine: Engine, when: str) -> None:
+    """Nothing is lost, the report of their step says so, and the next thing that runs warns."""
+    late = LateEngine(real_engine)
+    session = open_session(_engine=late)
+    reports: list[offload.StepReport] = []
+    session.log_every(1, reports.append)
+    x = rand(64, 64).requires_grad_()
+    with session.step() as step:
+        loss = chain(x * 1, 8)
+    assert step.report.warnings == ()
+    late.over = True
+    if when == "in a later backward":
+        loss.backward()
+    late.good_writes = None if when == "in the optimizer" else 0
+    if when == "at close":
+        with pytest.warns(OffloadWarning, match=LATE) as warned:
+            session.close()
+    else:
+        with pytest.warns(OffloadWarning, match=LATE) as warned, session.step() as other:
+            pass
+        assert other.report.warnings == (), "it was not this step's"
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    for report in (session.report(), reports[0]):
+        assert len(report.warnings) == 1
+        assert report.kept_bytes["error"] == 8 * NBYTES
+        assert report.written_bytes == 0
+    if when != "in a later backward":
+        loss.backward()
+    assert torch.equal(x.grad, EXPECTED)
+
+
+def test_late_failures_are_warned_of_once(open_session, real_engine: Engine) -> None:
+    late = LateEngine(real_engine)
+    session = open_session(_engine=late)
+    late.over = True
+    with pytest.warns(OffloadWarning) as warned:
+        for _ in range(3):
+            with session.step():
+                loss = chain(rand(64, 64).requires_grad_(), 3)
+            loss.backward()
+        session.drain()
+        session.close()
+    assert len(warned) == 1
+    assert session.report().kept_bytes["error"] > 0
 
 
 def test_an_exception_of_the_user_goes_first(open_session, faulty: FaultyEngine) -> None:
