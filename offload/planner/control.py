@@ -32,8 +32,9 @@ from offload.planner.record import (
     Visit,
     signature_of,
 )
+from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn
-from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, recomputed
+from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, once, recomputed
 from offload.recompute.selective import selective
 from offload.report import Counters
 from offload.tiers import Tiers
@@ -85,7 +86,7 @@ class _PlannedRule(Rule):
     """Asks the controller, call by call."""
 
     def __init__(self, name: str, module: nn.Module, controller: Controller) -> None:
-        super().__init__(module, Action.KEEP, controller.hooks.placed)
+        super().__init__(module, Action.KEEP, controller.hooks.placed, controller.tell)
         self.module = weakref.ref(module)
         self.name = name
         self._controller = controller
@@ -146,6 +147,7 @@ class Controller:
         modules = dict(model.named_modules(remove_duplicate=False))
         chosen = {name: (modules[name], Action.KEEP) for name in ["", *names]}
         check_unruled(chosen)
+        self.tell = once()
         self._policy = hooks.policy
         self._limit_bytes = tiers.gate.limit_bytes
         self.applied = Applied(chosen, lambda name, module, _: _PlannedRule(name, module, self))
@@ -247,6 +249,7 @@ class Controller:
                 if way.recomputed:
                     module = rule.module()
                     assert module is not None
+                    forward, args, kwargs = run_twice(module, forward, args, kwargs, rule.tell)
                     region = self._region(visit, module, forward)
                     context_fn = rule.context_fn if way.selective else None
                     result = recomputed(region, args, kwargs, context_fn)

@@ -8,6 +8,7 @@
     selective.py    regions of which only the cheap operations are computed again
     cells.py        the results of the others
     rules.py        which modules of a model are recomputed, selective, or offloaded
+    caches.py       caches of keys and values, that must not be filled twice
     selectors.py    how a rule says which
     verify.py       whether what is recomputed is what the forward had
     drift.py        how far it is from that

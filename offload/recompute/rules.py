@@ -29,12 +29,14 @@ from torch._dynamo import OptimizedModule
 
 from offload.errors import StateError, warn_user
 from offload.placement import Placement
+from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective
 from offload.recompute.selectors import Selector, choose
 
 __all__ = [
-    "WAYS", "Action", "Applied", "Rule", "Rules", "apply_rules", "check_unruled", "recomputed",
+    "WAYS", "Action", "Applied", "Rule", "Rules", "apply_rules", "check_unruled", "once",
+    "recomputed",
 ]  # fmt: skip
 
 
@@ -112,7 +114,20 @@ def apply_rules(model: nn.Module, rules: Rules, placed: Placed) -> Applied:
             "model: its graph ends at each of them, and what is recomputed is not compiled. "
             "Compile the ruled modules instead, by module.compile()"
         )
-    return Applied(chosen, lambda _, module, action: Rule(module, action, placed))
+    tell = once()
+    return Applied(chosen, lambda _, module, action: Rule(module, action, placed, tell))
+
+
+def once() -> Callable[[str], None]:
+    """Warns, if it has not before: of many modules one is enough."""
+    told: list[str] = []
+
+    def tell(message: str) -> None:
+        if not told:
+            told.append(message)
+            warn_user(message)
+
+    return tell
 
 
 def check_unruled(chosen: Mapping[str, tuple[nn.Module, Action]]) -> None:
@@ -181,7 +196,10 @@ def _is_compiled(module: nn.Module) -> bool:
 class Rule:
     """An action for one module, and the class that the module had."""
 
-    def __init__(self, module: nn.Module, action: Action, placed: Placed) -> None:
+    def __init__(
+        self, module: nn.Module, action: Action, placed: Placed, tell: Callable[[str], None]
+    ) -> None:
+        self.tell = tell
         self._base: Any = type(module)
         self._ruled: Any = None  # the class meanwhile
         self.in_force = True  # for those who hold on to a method that they got meanwhile
@@ -214,6 +232,8 @@ class Rule:
         with self._placed(self._way.placement):
             if not (self._way.recomputed and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
+            module: Any = forward
+            forward, args, kwargs = run_twice(module.__self__, forward, args, kwargs, self.tell)
             return recomputed(forward, args, kwargs, self._context_fn)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import re
 import textwrap
@@ -19,6 +20,7 @@ from offload.errors import OffloadWarning
 from offload.integrations.lightning import step_callback
 from offload.integrations.transformers import run_in_steps
 from offload.live import is_parameter_like
+from offload.recompute import every
 from tests.support import assert_identical, rand
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,10 +54,11 @@ def llama(layers: int = LAYERS, use_cache: bool = False) -> nn.Module:
     )  # fmt: skip
 
 
-def gpt2(layers: int = LAYERS) -> nn.Module:
+def gpt2(layers: int = LAYERS, use_cache: bool = False) -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_embd=WIDTH, n_layer=layers, n_head=2, vocab_size=64, n_positions=32, use_cache=False,
+            n_embd=WIDTH, n_layer=layers, n_head=2, vocab_size=64, n_positions=32,
+            use_cache=use_cache,
             bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
@@ -126,6 +129,78 @@ def counting(found: dict[int, int]):
         yield
 
 
+def padded() -> dict[str, Tensor]:
+    """With a mask, which does not fit keys that are there twice."""
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, -3:] = 0
+    return {**tokens(), "attention_mask": mask}
+
+
+CACHED = {"llama": (llama, "model.layers.*"), "gpt2": (gpt2, "transformer.h.*")}
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    # With a cache for some of its layers GPT-2's attention has other bits, without a session too.
+    [*itertools.product(CACHED, ["recompute+disk", "selective", "auto"]), ("llama", "every other")],
+)
+def test_no_cache_is_filled_twice(open_session, name: str, action: str) -> None:
+    """``use_cache`` is what configurations say by default."""
+    build, layers = CACHED[name]
+    expected = forward_backward(make(build), padded(), contextlib.nullcontext())
+    model = make(build, LAYERS, True)
+    session = open_session(device_budget="1MiB" if action == "auto" else None)
+    rules: Any = {layers: action}
+    if action == "every other":
+        rules = {every(2, layers): "recompute+disk"}
+    with session.apply(model, "auto" if action == "auto" else rules):
+        with pytest.warns(OffloadWarning, match="use_cache = False") as warned:
+            for _ in range(4):
+                step = session.step()
+                assert_identical(expected, forward_backward(model, padded(), step))
+        assert len(warned) == 1
+        offloaded_bytes = step.report.offloaded_bytes
+        with torch.no_grad():
+            kept = cache_of(model(**tokens()))
+        assert [kept.get_seq_length(i) for i in range(LAYERS)] == [TOKENS] * LAYERS
+    if action == "recompute+disk":
+        plain = make(build)
+        with session.apply(plain, rules):
+            forward_backward(plain, padded(), step := session.step())
+        assert offloaded_bytes == step.report.offloaded_bytes
+
+
+def cache_of(output: Any) -> Any:
+    """Under the name that it has."""
+    return output.cache if "cache" in output else output.past_key_values
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_that_holds_something_is_used(open_session, name: str, retain_graph: bool) -> None:
+    """What follows a prefix: it is read in the forward, and in every recomputation."""
+    build, layers = CACHED[name]
+
+    def run(model: nn.Module, step: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            prefix = model(**tokens(1))
+        name = "cache" if "cache" in prefix else "past_key_values"
+        with step:
+            output = model(**tokens(2), **{name: cache_of(prefix)})
+            if retain_graph:
+                output.loss.backward(retain_graph=True)
+            output.loss.backward()
+        assert cache_of(output).get_seq_length() == 2 * TOKENS
+        return [output.loss.detach(), *trained(model)]
+
+    expected = run(make(build, LAYERS, True), contextlib.nullcontext())
+    model = make(build, LAYERS, True)
+    session = open_session()
+    with session.apply(model, {layers: "recompute+disk"}):
+        assert_identical(expected, run(model, session.step()))
+
+
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_exactly_what_is_saved_leaves(open_session, name: str, use_reentrant: bool | None) -> None:
@@ -176,13 +251,16 @@ def test_rules_on_a_model_of_transformers(open_session) -> None:
     assert "LlamaForCausalLM.model.layers.2.mlp.up_proj" in {m.module for m in report.modules}
 
 
-def test_cache_of_keys_under_a_rule(open_session) -> None:
-    """A cache that a layer fills again when it is recomputed: which layer does, is said."""
+def test_no_drift_from_a_cache_under_a_rule(open_session) -> None:
     session = open_session(verify_recompute=True)
     model = make(llama, LAYERS, True)
-    named = pytest.warns(OffloadWarning, match=r"layers\.0\.self_attn \(aten\.cat")
-    with named, session.apply(model, {"model.layers.*": "recompute"}):
-        forward_backward(model, tokens(), session.step())
+    with (
+        pytest.warns(OffloadWarning, match="cache of keys") as warned,
+        session.apply(model, {"model.layers.*": "recompute"}),
+    ):
+        forward_backward(model, padded(), session.step())
+    assert len(warned) == 1
+    assert not session.recompute_report().drifted
 
 
 def test_lora_on_a_frozen_model(open_session) -> None:
