@@ -57,6 +57,9 @@ class Budget:
         used = self.used_bytes
         if used + nbytes > self.limit_bytes and not (alone and used == 0):
             return None
+        reservation = Reservation(0, self._returned)
+        # No call between these two, so that an interrupt finds both done or none.
         self._used_bytes = used + nbytes
+        reservation.nbytes = nbytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        return Reservation(nbytes, self._returned)
+        return reservation

@@ -108,18 +108,18 @@ class Profile:
         """Take note of a pass; False if it does not fit what was seen before."""
         if not done.complete:
             return False
-        if not self.segments:
-            self.segments = [SegmentProfile(v.key) for v in done.visits]
-        if [v.key for v in done.visits] != self.keys:
+        segments = self.segments or [SegmentProfile(v.key) for v in done.visits]
+        if [v.key for v in done.visits] != [s.key for s in segments]:
             return False
         rows = done.times(clock)
         if done.start_bytes:
             self.base_bytes = done.start_bytes
             self._add_gradients(done)
-        for known, visit, (before, *seconds) in zip(self.segments, done.visits, rows, strict=True):
+        for known, visit, (before, *seconds) in zip(segments, done.visits, rows, strict=True):
             known.before_seconds = min(known.before_seconds, before)
             known.measured(visit.action, *seconds)
             _note_bytes(known, visit)
+        self.segments = segments  # last, as an interrupt must not leave them without times
         self.turn_seconds = min(self.turn_seconds, done.turn_seconds(clock))
         if done.phase.startswith("recompute") and done.after:
             self.after = done.after  # its numbers are those of the same pass's segments

@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import sys
 import warnings
@@ -12,9 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
+from offload.budget import Budget
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
 
@@ -55,8 +60,9 @@ class Interrupt:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """For ``sys.settrace``."""
-        if not any(part in frame.f_code.co_filename for part in self._within):
-            return None
+        code = frame.f_code
+        if not any(part in code.co_filename for part in self._within) or code.co_name == "__del__":
+            return None  # Python itself drops what is raised in a __del__
         known = opcodes(frame.f_code)
         last: tuple[str, object] = ("", None)
 
@@ -153,6 +159,53 @@ def test_an_interrupt_inside_of_a_step(open_session: Opener) -> None:
             model(x).sum().backward()
 
     assert every_interrupt(("/torch/autograd/graph.py", "/offload/step.py"), run) > 10
+
+
+def test_an_interrupt_of_a_reservation() -> None:
+    def run(interrupt: Interrupt) -> None:
+        budget = Budget(100)
+        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+            budget.reserve(60)
+        assert budget.used_bytes == 0, interrupt.where
+
+    assert every_interrupt(("/offload/budget.py",), run) > 4
+
+
+@pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@given(part=st.floats(0, 1), before=st.integers(0, 7))
+def test_an_interrupt_of_training(tmp_path: Any, rules: Any, part: float, before: int) -> None:
+    """At any moment of ours in a step, with what it recomputes: the next steps are as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(net() for _ in range(3)))
+    x = rand(8, 16)
+    model(x).sum().backward()
+    expected = grads(model)
+    options = {"disk_dir": tmp_path, "min_offload_bytes": 0, "keep_last_bytes": 0}
+    with offload.Session(**options, device_budget="64KiB") as session:
+
+        def step(interrupt: Interrupt) -> None:
+            model.zero_grad()
+            with interrupt.armed(), session.step():
+                model(x).sum().backward()
+
+        with session.apply(model, rules):
+            for _ in range(before):
+                step(Interrupt(0, OURS))
+            whole = Interrupt(0, OURS)
+            step(whole)
+            interrupt = Interrupt(1 + int(part * -whole._left), OURS)
+            with contextlib.suppress(KeyboardInterrupt):
+                step(interrupt)
+            assert hooks() == [], interrupt.where
+            for _ in range(2):
+                step(Interrupt(0, OURS))
+                assert_identical(expected, grads(model))
+        gc.collect()
+        session.drain()
+        assert session._hooks.live_blocks == 0, interrupt.where
+        assert session.held_bytes == 0, interrupt.where
+        assert session._tiers.outbound.window.used_bytes == 0, interrupt.where
 
 
 def test_an_exception_takes_what_was_left_above(open_session: Opener) -> None:
