@@ -17,7 +17,8 @@ class Reservation:
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append(self.nbytes)
+        if hasattr(self, "_returned"):  # an interrupt may have come before
+            self._returned.append(self.nbytes)
 
 
 class Budget:

@@ -35,7 +35,8 @@ class Extent:
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append((self.offset, self.nbytes))
+        if hasattr(self, "_returned"):  # an interrupt may have come before
+            self._returned.append((self.offset, self.nbytes))
 
 
 class DiskStore:
