@@ -99,7 +99,8 @@ def test_a_report_of_a_step_that_goes_on() -> None:
     assert len(c.waited_for) > 1
 
 
-def test_a_wait_names_its_tensor() -> None:
+def test_a_wait_names_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     (wait,) = StepReport.of(
         [counted([("stall", Subject(7, "a", "MulBackward0", LAYOUT), 5)])]
     ).waits
