@@ -63,7 +63,8 @@ def test_bytes_are_those_that_the_device_counted(name: str, scheduler, tmp_path:
             assert back.nbytes == report.reloaded_bytes
             assert report.lanes["spill"].nbytes == report.written_bytes
             assert report.lanes["fetch"].nbytes == report.read_bytes
-            assert (report.written_bytes > 0) == (name != "host")
+            # A write that a busy machine has not begun in time is given up.
+            assert (report.written_bytes + report.cancelled_bytes > 0) == (name != "host")
             assert out.peak_depth >= 1
 
 

@@ -109,10 +109,10 @@ def test_what_is_still_on_the_device_is_handed_back(tmp_path: Path) -> None:
 
 
 def test_reloads_ahead_stay_within_the_prefetch_window(tmp_path: Path) -> None:
-    with session_on_sim(str(tmp_path), prefetch_bytes=3 * NBYTES) as session:
+    with session_on_sim(str(tmp_path), prefetch_bytes=4 * NBYTES) as session:
         run(session)
         ahead = session._tiers.inbound.ahead
-        assert ahead.peak_bytes == 3 * NBYTES
+        assert ahead.peak_bytes == 3 * NBYTES  # beside the one in use
         assert ahead.used_bytes == 0
 
 
