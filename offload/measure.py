@@ -163,7 +163,9 @@ def session_options(texts: Iterable[str], **named: object) -> dict[str, Any]:
     known = {f.name for f in fields(Config)}
     for name in options.keys() - known:
         raise ValueError(f"a session has no option {name!r}; it has {', '.join(sorted(known))}")
-    Config(**options)
+    config = Config(**options)
+    if "disk_dir" in options:
+        options["disk_dir"] = config.disk_dir  # wherever the target goes
     return options
 
 

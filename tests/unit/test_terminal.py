@@ -331,7 +331,8 @@ def test_our_own_warnings_are_blamed_on_nobody() -> None:
 
 @pytest.mark.parametrize("function", ["moves", "forks", "forks_and_leaves"])
 def test_targets_that_are_let_do_so(function: str, here: Path) -> None:
-    out = ["--out", "out", "--json"]
+    (here / "scratch").mkdir()
+    out = ["--out", "out", "--json", "--disk-dir", "scratch"]
     code, told, err = Forked(["profile", f"mine.py:{function}", *FEW["profile"], *out]).ended()
     assert (code, err) == (0, "")
     assert json.loads(told)["format"] == 1  # one document, not one of each child
