@@ -27,15 +27,15 @@ _BEFORE_UNIT = re.compile(
 )
 
 
-def width_of(stream: TextIO | None) -> int:
-    """The columns of a stream: ``$COLUMNS``, else those of its terminal, else ``NO_LIMIT``."""
+def width_of(stream: TextIO | None, otherwise: int = NO_LIMIT) -> int:
+    """The columns of a stream: ``$COLUMNS``, else those of its terminal, if it is one."""
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdigit() and int(given) > 0:
         return int(given)
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream is not None else NO_LIMIT
+        return os.get_terminal_size(stream.fileno()).columns if stream is not None else otherwise
     except (OSError, ValueError):  # no terminal, no descriptor, or closed
-        return NO_LIMIT
+        return otherwise
 
 
 def text_of(*parts: RenderableType, width: int | None = None) -> str:
@@ -43,14 +43,14 @@ def text_of(*parts: RenderableType, width: int | None = None) -> str:
 
     Args:
         parts: what to print, one below the other.
-        width: in characters; ``None``: that of standard output.
+        width: in characters; ``None``: that of standard output, or where it is no terminal, 100.
 
     Example:
         >>> text_of("[bold]4[/] steps")
         '4 steps'
     """
     out = io.StringIO()
-    console = Console(file=out, width=width_of(sys.stdout) if width is None else width)
+    console = Console(file=out, width=width_of(sys.stdout, 100) if width is None else width)
     for part in parts:
         console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
