@@ -117,7 +117,7 @@ def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-@click.option("--quiet", is_flag=True, help="Print nothing.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def command(output: str, traces: tuple[Path, ...], quiet: bool) -> None:
     """Put the timelines of several ranks into one file, OUTPUT, which ui.perfetto.dev opens.
 
