@@ -14,10 +14,6 @@ disk and to *fetch* is to read it back; the *arena* is the host memory through w
 *slot* one region of it; an *extent* is a region of the scratch file.
 """
 
-from offload import startup
-
-startup.begin()
-
 import torch._dynamo
 
 from offload.config import Config
@@ -33,7 +29,6 @@ from offload.tuner import tune
 
 # When a step is entered inside compiled code, dynamo must run our functions, not trace into them.
 torch._dynamo.trace_rules.add(__name__)
-startup.end()
 
 __version__ = "0.1.0"
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload import startup
-
-startup.begin()
-
 import click
 
 from offload import __version__, demo, merge_traces, plan_command, sweep, terminal

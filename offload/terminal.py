@@ -25,7 +25,6 @@ import click
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-from offload import startup
 from offload.errors import OffloadWarning
 from offload.failure import Failure
 from offload.files import write_whole
@@ -190,7 +189,6 @@ def _interrupts_kept() -> Iterator[None]:
         if not issubclass(what.exc_type, KeyboardInterrupt):
             hook(what)
 
-    startup.end()
     hook = sys.unraisablehook
     is_main = threading.current_thread() is threading.main_thread()
     mine = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -11,7 +11,7 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "failure", "files", "optionfile", "startup", "tables", "units"}
+    {"errors", "failure", "files", "optionfile", "tables", "units"}
     | {"arguments", "terminal"}
     | {"trace", "layout", "live", "freelist", "forks", "heap", "_native"},
     {"config", "machine", "budget", "scopes"},

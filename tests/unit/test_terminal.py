@@ -391,22 +391,6 @@ def test_an_interrupt(command: str, function: str, here: Path) -> None:
     assert sorted(p for p in os.listdir(here) if p != "__pycache__") == ["began", "mine.py"]
 
 
-def test_an_interrupt_while_torch_is_imported() -> None:
-    command = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "offload", "--version"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(offload.__file__).parents[1])},
-    )  # fmt: skip
-    assert command.stderr is not None
-    for line in command.stderr:
-        if "torch" in line:  # a part of it has been imported
-            break
-    command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=60)
-    told = [line for line in err.splitlines() if "import time:" not in line]
-    assert (command.returncode, out, told) == (130, "", ["Interrupted."])
-
-
 def test_an_interrupted_demo_ends_its_worker() -> None:
     workers: list[str] = []
 
