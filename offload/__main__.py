@@ -6,10 +6,8 @@ from typing import Any
 
 import click
 
-from offload import __version__, demo, merge_traces, plan_command, sweep, terminal
-from offload.probe.command import command as probe
-from offload.profiler import command as profiler_command
-from offload.tuner.command import command as tune
+from offload import __version__
+from offload.cli import demo, merge_traces, plan, probe, profile, sweep, terminal, tune
 
 __all__ = ["main"]
 
@@ -44,13 +42,8 @@ def main() -> None:
     """
 
 
-main.add_command(demo.command)
-main.add_command(profiler_command.command)
-main.add_command(merge_traces.command)
-main.add_command(probe)
-main.add_command(tune)
-main.add_command(plan_command.command)
-main.add_command(sweep.command)
+for module in (demo, profile, merge_traces, probe, tune, plan, sweep):
+    main.add_command(module.command)
 
 if __name__ == "__main__":
     main(prog_name="offload")

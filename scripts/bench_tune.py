@@ -34,10 +34,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import offload
+from offload.cli.targets import target_of_workload
 from offload.measure import Spread
 from offload.probe import MachineProfile, machine_profile
 from offload.session import Session
-from offload.targets import target_of_workload
 from offload.tuner import Setting
 from offload.tuner.timeline import HostTimeline
 from offload.tuner.trial import Runner

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from offload.cli.merge_traces import merged_trace
 from offload.distributed import RankReports, gather
 from offload.errors import PlanError
 from offload.measure import activation_meter, fingerprint, session_options
-from offload.merge_traces import merged_trace
 from offload.planner.applied import Planned
 from offload.profiler import profile
 from offload.recompute.rules import Rules

@@ -12,9 +12,9 @@ from torch import nn
 
 import offload
 from offload.__main__ import main
+from offload.cli.targets import target_of_workload
 from offload.live import LiveBytesMeter
 from offload.probe import DiskRates, MachineProfile
-from offload.targets import target_of_workload
 from offload.tuner import Choice, Setting, predict
 from offload.tuner.record import record_step, with_releases
 from offload.tuner.replay import plain_prediction

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offload.__main__ import main
-from offload.demo import Run, differences
+from offload.cli.demo import Run, differences
 from offload.errors import OffloadError
 from offload.measure import Spread, session_options, worker_messages
 

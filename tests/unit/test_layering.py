@@ -11,8 +11,7 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "failure", "files", "optionfile", "tables", "units"}
-    | {"arguments", "terminal"}
+    {"errors", "files", "interrupts", "optionfile", "tables", "units"}
     | {"trace", "layout", "live", "freelist", "forks", "heap", "_native"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
@@ -27,12 +26,10 @@ LAYERS = [
     {"session"},
     {"integrations", "measure", "planning"},
     {"workloads"},
-    {"targets"},
-    {"commands"},
-    {"tuner"},
-    {"plan_command"},
-    {"sweep"},
-    {"__main__", "__init__", "demo", "merge_traces", "profiler"},
+    {"profiler", "tuner"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from offload.__main__ import main
-from offload.merge_traces import merged_trace
+from offload.cli.merge_traces import merged_trace
 
 
 def slice_of(name: str, ts: float, **more: Any) -> dict[str, Any]:

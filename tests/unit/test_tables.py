@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Group
 
 import offload
-from offload import demo, sweep
+from offload.cli import demo, sweep
+from offload.cli.tune import _curve_table, _measured_table
 from offload.probe import MachineProfile
 from offload.report.table import parts
 from offload.tables import FigureTable, Prose, text_of, width_of
-from offload.tuner.command import _curve_table, _measured_table
 from tests.support import net, rand
 
 WIDTHS = [60, 80, 100, 160]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.targets import load_target
+from offload.cli.targets import load_target
 
 PROGRAM = """
 import torch

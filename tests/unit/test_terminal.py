@@ -398,7 +398,7 @@ def test_an_interrupted_demo_ends_its_worker() -> None:
         with contextlib.suppress(OSError):
             workers[:] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             told = [Path(f"/proc/{w}/cmdline").read_text() for w in workers]
-            return any("offload.demo" in arguments for arguments in told)
+            return any("offload.cli.demo" in arguments for arguments in told)
         return False
 
     code, _, err = interrupted(["demo", "--workload", "gpt-tiny", "--steps", "1000"], trains)

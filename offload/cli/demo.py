@@ -1,8 +1,9 @@
 """``offload demo``: trains one model twice, plain and offloaded, and compares every bit.
 
-Each run has a process of its own (``python -m offload.demo TASK``), one after the other, as memory
-and time depend on what a process did before. The worker reports a step per line; this module's
-command shows them side by side. What is equal is compared as bits: the loss as a hexadecimal float,
+Each run has a process of its own (``python -m offload.cli.demo TASK``), one after the other, as
+memory and time depend on what a process did before. The worker reports a step per line; this
+module's command shows them side by side. What is equal is compared as bits: the loss as a
+hexadecimal float,
 gradients and final parameters as hashes of all their bytes.
 """
 
@@ -23,10 +24,10 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from offload import arguments, terminal
-from offload.commands import options_of
+from offload.cli import arguments, terminal
+from offload.cli.failure import Failure
+from offload.cli.running import options_of
 from offload.errors import OffloadError
-from offload.failure import Failure
 from offload.measure import (
     activation_meter,
     fingerprint,
@@ -268,7 +269,7 @@ def _run(task: Task, *, quiet: bool) -> Run:
     with terminal.progress(*columns, quiet=quiet) as progress:
         name = "offloaded" if task.offloaded else "plain"
         bar = progress.add_task(name, total=task.steps, loss="")
-        for message in worker_messages(["-m", "offload.demo", json.dumps(asdict(task))]):
+        for message in worker_messages(["-m", "offload.cli.demo", json.dumps(asdict(task))]):
             for key, value in message.items():
                 values = getattr(run, key)
                 if isinstance(values, list):

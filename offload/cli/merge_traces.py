@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from offload import arguments
-from offload.terminal import save
+from offload.cli import arguments
+from offload.cli.terminal import save
 
 __all__ = ["command", "merged_trace"]
 

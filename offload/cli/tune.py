@@ -12,9 +12,9 @@ import click
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from offload import arguments, terminal
-from offload.arguments import Number
-from offload.commands import options_of, running
+from offload.cli import arguments, terminal
+from offload.cli.arguments import Number
+from offload.cli.running import options_of, running
 from offload.config import Config
 from offload.probe import machine_profile
 from offload.tables import FigureTable, Prose

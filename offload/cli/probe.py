@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from offload import arguments, terminal
-from offload.arguments import Number
+from offload.cli import arguments, terminal
+from offload.cli.arguments import Number
+from offload.cli.failure import Failure, mistakes_told
 from offload.config import Config
-from offload.failure import Failure, mistakes_told
 from offload.probe.profile import MachineProfile, save_profile
 from offload.probe.survey import passes, survey
 from offload.probe.verdicts import Finding, Level, Survey, findings

@@ -13,25 +13,22 @@ import errno
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, TextIO, cast
 
 import click
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
+from offload.cli.failure import Failure
 from offload.errors import OffloadWarning
-from offload.failure import Failure
 from offload.files import write_whole
+from offload.interrupts import interrupts_kept, stop_if_interrupted
 from offload.tables import NO_LIMIT, width_of
 
 __all__ = [
-    "interrupts_deferred",
     "kept_out",
     "one_line",
     "opened",
@@ -39,7 +36,6 @@ __all__ = [
     "progress",
     "results",
     "save",
-    "stop_if_interrupted",
     "unwritten",
     "warn",
 ]
@@ -143,7 +139,7 @@ def opened() -> Iterator[None]:
         raise (_ReaderGone if error.errno == errno.EPIPE else OutputLost)(error) from None
 
     out, err = sys.stdout, sys.stderr
-    with _warnings_told(), _interrupts_kept():
+    with _warnings_told(), interrupts_kept():
         sys.stdout = cast(TextIO, _Stream(out, lost))
         sys.stderr = cast(TextIO, _Stream(err, lambda error: None))
         try:
@@ -170,65 +166,6 @@ def _warnings_told() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-_interrupted = threading.Event()
-
-
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Inside, ``stop_if_interrupted`` raises what Python may have dropped: after a long call of C++
-    the first code to run is often the callback of a weak reference, whose exceptions are ignored.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        _interrupted.set()
-        raise KeyboardInterrupt
-
-    def ignored(what: sys.UnraisableHookArgs) -> None:
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            hook(what)
-
-    hook = sys.unraisablehook
-    is_main = threading.current_thread() is threading.main_thread()
-    mine = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    _interrupted.clear()
-    if mine:
-        signal.signal(signal.SIGINT, interrupt)
-        sys.unraisablehook = ignored
-    try:
-        yield
-    finally:
-        if mine:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """An interrupt that comes inside is raised at the end, so that what is made is also held."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
-
-
-def stop_if_interrupted() -> None:
-    """Called where a command gets on, step by step.
-
-    Raises:
-        KeyboardInterrupt: the user has asked for it.
-    """
-    if _interrupted.is_set():
-        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 import click
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from offload import arguments, terminal
-from offload.commands import expect_installed, options_of, running
+from offload.cli import arguments, terminal
+from offload.cli.running import expect_installed, options_of, running
+from offload.cli.targets import Target
 from offload.profiler.result import Profile
 from offload.profiler.run import profile
 from offload.tables import Prose
-from offload.targets import Target
 
 __all__ = ["command"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import click
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from offload import arguments, terminal
-from offload.arguments import Number
-from offload.commands import expect_installed, options_of, running
+from offload.cli import arguments, terminal
+from offload.cli.arguments import Number
+from offload.cli.running import expect_installed, options_of, running
+from offload.cli.targets import Target, TargetError
 from offload.planner.applied import Planned
 from offload.planning import Measurement, measure_model, plan_from
-from offload.targets import Target, TargetError
 
 __all__ = ["command", "measured_target", "of_a_model"]
 

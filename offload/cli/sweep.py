@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from offload import arguments, terminal
-from offload.commands import expect_installed, options_of, running
+from offload.cli import arguments, terminal
+from offload.cli.plan import measured_target, of_a_model
+from offload.cli.running import expect_installed, options_of, running
+from offload.cli.targets import Target
 from offload.errors import OffloadError, PlanError
 from offload.files import drawn, readable
 from offload.measure import activation_meter
-from offload.plan_command import measured_target, of_a_model
 from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
 from offload.session import Session
 from offload.tables import FigureTable
-from offload.targets import Target
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Point", "command", "sweep"]

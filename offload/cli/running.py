@@ -16,12 +16,13 @@ from typing import Any
 import click
 import torch
 
+from offload.cli.failure import Failure, Refusal, mistakes_told
+from offload.cli.targets import Target, TargetError, load_target
+from offload.cli.terminal import kept_out, one_line
 from offload.errors import OffloadError, PlanError
-from offload.failure import Failure, Refusal, mistakes_told
+from offload.interrupts import stop_if_interrupted
 from offload.measure import session_options
 from offload.step import Step
-from offload.targets import Target, TargetError, load_target
-from offload.terminal import kept_out, one_line, stop_if_interrupted
 
 __all__ = ["expect_installed", "options_of", "running"]
 
@@ -153,7 +154,7 @@ def _told(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return what  # which says where itself
     frames = traceback.extract_tb(error.__traceback__)
-    here, inside = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    here, inside = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
     own = [f for f in frames if not f.filename.startswith((here, inside, "<"))]
     frame = (own or list(frames))[-1]  # there is one: this module's
     return f"{what} ({frame.filename}:{frame.lineno})"
