@@ -3,8 +3,7 @@
 Each run has a process of its own (``python -m offload.cli.demo TASK``), one after the other, as
 memory and time depend on what a process did before. The worker reports a step per line; this
 module's command shows them side by side. What is equal is compared as bits: the loss as a
-hexadecimal float,
-gradients and final parameters as hashes of all their bytes.
+hexadecimal float, gradients and final parameters as hashes of all their bytes.
 """
 
 from __future__ import annotations
