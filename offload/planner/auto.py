@@ -269,16 +269,16 @@ class Auto:
         study.profile.links = self._rates(counters, study.profile.links)
 
     def _next_phase(self, study: Study, signature: str) -> None:
-        profile = study.profile
-        study.phase += 1
-        if study.phase == 1:
+        profile, phase = study.profile, study.phase + 1
+        if phase == 1:
             check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work
-        while study.phase < len(self._phases) and not fits_under(
-            profile, self.budgets, self._phases[study.phase][0]
+        while phase < len(self._phases) and not fits_under(
+            profile, self.budgets, self._phases[phase][0]
         ):
-            study.phase += 1
-        if study.phase == len(self._phases):
+            phase += 1
+        if phase == len(self._phases):
             self.replan(study, signature)
+        study.phase = phase  # once there is what comes then: planning may fail, or be interrupted
 
     def _rates(self, counters: Counters, known: Links) -> Links:
         """Of this step's transfers."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -174,6 +174,7 @@ def test_an_interrupt_of_a_reservation() -> None:
 @pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
 @given(part=st.floats(0, 1), before=st.integers(0, 7))
+@example(part=0.99, before=4)  # in the solver
 def test_an_interrupt_of_training(tmp_path: Any, rules: Any, part: float, before: int) -> None:
     """At any moment of ours in a step, with what it recomputes: the next steps are as ever."""
     torch.manual_seed(0)
