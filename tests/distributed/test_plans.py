@@ -69,7 +69,7 @@ def slow_on_rank_1(directory: str, **options: Any) -> Any:
     """A session whose disk is a hundred times slower on one of the ranks."""
     engine = open_engine(Config(disk_dir=directory))
     if dist.get_rank() == 1:
-        engine = SlowEngine(engine, bytes_per_s=4e6)
+        engine = SlowEngine(engine, bytes_per_s=2e7)
     with opened(directory, device_budget=BUDGET, _engine=engine, **options) as session:
         yield session
 
