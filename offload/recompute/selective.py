@@ -187,6 +187,22 @@ def _traced(
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of a region. Those of a backward inside of it are not counted: what that
+    asks for may have regions recomputed, this one or those around it, and their operations are not
+    this one's next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph_task = -1
+
+    def __enter__(self) -> Any:
+        self._graph_task = torch._C._current_graph_task_id()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _is_inside_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != self._graph_task
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code inside a region stays compiled."""
@@ -199,7 +215,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
     def __init__(
         self, cells: Cells, fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cells = cells
         self._fates = fates
         self._policy_fn = policy_fn
@@ -221,7 +237,8 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
             if func is _UNSAFE_VIEW:
                 self._cells.aliased(args[0], result)
             return result
-        if self._fates is not None and func not in self._fates:
+        known = self._fates is None or func in self._fates
+        if not known or self._is_inside_backward():
             return func(*args, **kwargs)
         device = _generator_of(func, args)
         before = random_state(device) if device is not None else None
@@ -248,14 +265,14 @@ class _Recompute(_Mode):  # type: ignore[no-untyped-call]
     """Takes results from cells."""
 
     def __init__(self, cells: Cells) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cells = cells
         self._calls: defaultdict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> Any:
         self._calls.clear()  # it may be entered again, for a retained graph
         self._cells.recall()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
@@ -264,7 +281,7 @@ class _Recompute(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _IGNORED:
+        if func not in _IGNORED and not self._is_inside_backward():
             index = self._calls[func]
             self._calls[func] += 1
             call = self._cells.find(func, index)

@@ -65,3 +65,25 @@ def test_statistics_used_where_they_move() -> None:
     with pytest.warns(OffloadWarning, match="first in BatchNorm1d"), Verifier() as verifier:
         offload.checkpoint(function, rand(6, 4).requires_grad_()).sum().backward()
     assert verifier.report().drifted
+
+
+def test_a_backward_inside_of_a_region_inside_of_another(open_session) -> None:
+    """It has the outer region recomputed, whose products are none of the inner one's."""
+    before, after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def inner(x):
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(leaf.pow(3).sum(), leaf)
+        return after(x + slope).sin()
+
+    def program(run, selected):
+        x = rand(4, 8).requires_grad_()
+        loss = run(lambda x: x + selected(inner, torch.tanh(before(x))), x).square().mean()
+        return list(torch.autograd.grad(loss, [x, before.weight, after.weight]))
+
+    expected = program(direct, direct)
+    selected = partial(offload.checkpoint, context_fn=offload.selective())
+    assert_identical(expected, program(offload.checkpoint, selected))
+    with open_session().step():
+        assert_identical(expected, program(offload.checkpoint, selected))
