@@ -172,7 +172,7 @@ def test_an_interrupt_of_a_reservation() -> None:
 
 
 @pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(part=st.floats(0, 1), before=st.integers(0, 7))
 @example(part=0.99, before=4)  # in the solver
 def test_an_interrupt_of_training(tmp_path: Any, rules: Any, part: float, before: int) -> None:
