@@ -168,6 +168,7 @@ class Tiers:
         """``storage`` is saved and stays."""
         with self.lock:
             if self.common.live.track(storage) and not self.in_child:
+                self.outbound.poll()  # slots of what has been written, originals that were copied
                 self.outbound.make_room_for_next(storage.nbytes())
             self.common.sample()
 
