@@ -132,6 +132,14 @@ class Hooks:
         finally:
             self._asked.node = before
 
+    def foresee(self) -> None:
+        """Start bringing back what backward will ask for next, as far as that is known and there is
+        room.
+        """
+        with self._tiers.lock:
+            if not self._tiers.in_child:
+                self._prefetcher.foresee()
+
     def recall(self, packed: Iterable[object]) -> None:
         """Start bringing back what ``pack`` made these of, in this order, as far as there is room:
         all of it is about to be unpacked.

@@ -133,6 +133,13 @@ class Prefetcher:
             self._look_again(self._staying)
             self._bring(self._recorded())
 
+    def foresee(self) -> None:
+        """Backward has come to a part that may ask for nothing: bring back what the next ones will,
+        where the order is known.
+        """
+        if self._walk[1] == -1:
+            self._bring(self._recorded())
+
     def asked(self, ticket: Ticket) -> None:
         """Backward wants this ticket now: bring back what it will want next."""
         tape = ticket.tape

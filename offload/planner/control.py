@@ -315,6 +315,7 @@ class Controller:
             if entry < len(needs):
                 there = self._tiers.leaving_bytes(entry)
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
+        self.hooks.foresee()
 
     # -- regions ----------------------------------------------------------------------------------
 
