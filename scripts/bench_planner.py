@@ -21,7 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from offload.planner.exact import solve_exact
-from offload.planner.model import predict
+from offload.planner.predict import predict
 from offload.planner.solve import lower_bound, search
 from tests.planner.chains import random_chain, transformer_chain
 from tests.planner.simulation import simulate

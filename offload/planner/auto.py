@@ -21,8 +21,9 @@ from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
 from offload.planner.control import Assignment
 from offload.planner.joint import News, together
-from offload.planner.model import Chain, Links, predict
+from offload.planner.model import Chain, Links
 from offload.planner.plan import Plan, fits_under, make_plan, needs_under, uniform_choice
+from offload.planner.predict import predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Clock, HostClock, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve

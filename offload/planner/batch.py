@@ -28,7 +28,8 @@ class Evaluator:
     """The seconds of many plans of ``chain``.
 
     Example:
-        >>> from offload.planner.model import Option, Segment, predict
+        >>> from offload.planner.model import Option, Segment
+        >>> from offload.planner.predict import predict
         >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
         >>> away = Option("host", offload_bytes=8, present_bytes=8)
         >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))

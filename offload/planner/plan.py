@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from offload.errors import PlanError
-from offload.planner.model import Chain, Links, Walk, caps, predict
+from offload.planner.model import Chain, Links
+from offload.planner.predict import Walk, caps, predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
 from offload.tables import FigureTable, text_of

@@ -345,7 +345,8 @@ class _Options:
             present_bytes=present
             + (max(leaving, default=0) if on_cpu else 0)
             + (self._lean_bytes if again and not on_cpu else 0),
-            last_bytes=leaving[-1] if leaving else 0,
+            # A part is what it saves first.
+            last_bytes=leaving[-1] if leaving and name == action else 0,
             burst_bytes=max(leaving, default=0) if on_cpu else 0,
             host_bytes=away if bound == "host" else 0,
             disk_bytes=away if bound == "disk" else 0,
@@ -354,6 +355,8 @@ class _Options:
             backward_seconds=back,
             holds_output=kind == "keep" or name != action,  # its result is what it saves last
             frees_input=away > 0,  # and its input what it saves first
+            whole=again or not leaving,
+            pieces=tuple(leaving),
         )
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:

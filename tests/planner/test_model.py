@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from offload.planner.batch import Evaluator
-from offload.planner.model import Chain, Option, Segment, predict
+from offload.planner.model import Chain, Option, Segment
+from offload.planner.predict import predict
 from tests.planner.chains import random_chain
 from tests.planner.simulation import simulate
 

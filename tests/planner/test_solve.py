@@ -10,7 +10,8 @@ import torch
 from offload.errors import PlanError
 from offload.planner.batch import Evaluator
 from offload.planner.exact import solve_exact
-from offload.planner.model import Chain, Option, Segment, predict
+from offload.planner.model import Chain, Option, Segment
+from offload.planner.predict import predict
 from offload.planner.solve import lower_bound, search, solve
 from tests.planner.chains import random_chain, transformer_chain
 

@@ -1,0 +1,268 @@
+"""The time and the memory of a plan, by the recurrence of ``model.py``."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.planner.model import Chain, Option
+
+__all__ = ["Prediction", "Walk", "caps", "predict"]
+
+_TOLERANCE_BYTES = 1e-6
+_PIECES = 16  # of what may be divided at will
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a plan. ``seconds`` is infinite where it cannot be run.
+
+    Attributes:
+        seconds: of a forward and backward, stalls included.
+        forward_stalls: seconds that the forward of each segment waits for room.
+        backward_stalls: seconds that the backward of each segment waits for bytes, or for room.
+        peak_device_bytes: most of what the chain holds on the device.
+        peak_host_bytes: most of what rests in host memory or passes through.
+        offloaded_bytes: that leave the device.
+        disk_bytes: written, and read again.
+    """
+
+    seconds: float
+    forward_stalls: tuple[float, ...] = ()
+    backward_stalls: tuple[float, ...] = ()
+    peak_device_bytes: float = 0.0
+    peak_host_bytes: float = 0.0
+    offloaded_bytes: float = 0.0
+    disk_bytes: float = 0.0
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the plan can be run within the budgets."""
+        return math.isfinite(self.seconds)
+
+    @property
+    def stall_seconds(self) -> float:
+        """All that is waited for."""
+        return sum(self.forward_stalls) + sum(self.backward_stalls)
+
+
+NOT_FEASIBLE = Prediction(math.inf)
+
+
+class Walk:
+    """A chosen plan laid out along the chain: what stays before each segment, and the rooms."""
+
+    def __init__(self, chain: Chain, choice: Sequence[int]) -> None:
+        self.chain = chain
+        self.options = chain.options(choice)
+        self.resident = [0.0]  # K
+        self.resting = [0.0]  # G
+        self.off_before = [0.0]
+        for i, o in enumerate(self.options):
+            self.resident.append(self.resident[-1] + o.resident_bytes + self._held_over(i))
+            self.resting.append(self.resting[-1] + o.host_bytes)
+            self.off_before.append(self.off_before[-1] + o.offload_bytes)
+        budget, segments = chain.device_bytes, chain.segments
+        self.forward_rooms = [
+            budget - self.resident[i] - o.present_bytes - s.forward_bytes
+            for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
+        ]
+        self.backward_rooms = [
+            budget - self.resident[i] - s.saved_bytes - s.backward_bytes - o.working_bytes
+            for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
+        ]
+        self.host_rooms = [
+            chain.host_bytes - self.resting[i + 1] - o.disk_bytes
+            for i, o in enumerate(self.options)
+        ]
+
+    def _held_over(self, i: int) -> float:
+        """The result of segment ``i``, where it holds what the next one means to let go."""
+        if i + 1 == len(self.options):
+            return 0.0
+        held = self.options[i].holds_output and self.options[i + 1].frees_input
+        return self.chain.segments[i + 1].shared_bytes if held else 0.0
+
+    @property
+    def feasible(self) -> bool:
+        """Whether no room is below 0."""
+        rooms = min((*self.forward_rooms, *self.backward_rooms, *self.host_rooms), default=0.0)
+        disk_bytes = sum(o.disk_bytes for o in self.options)
+        return rooms >= -_TOLERANCE_BYTES and disk_bytes <= self.chain.disk_bytes
+
+
+def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
+    """Time and memory of a plan, see Note: the recurrence.
+
+    Args:
+        chain: the segments and the budgets.
+        choice: for each segment the number of its option.
+
+    Example:
+        >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
+        >>> away = Option("host", offload_bytes=8, present_bytes=8)
+        >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
+        >>> predict(Chain(layers, device_bytes=16, out_rate=8, back_rate=8), (0, 0, 0)).seconds
+        inf
+        >>> predict(Chain(layers, device_bytes=16, out_rate=8, back_rate=8), (1, 1, 0)).seconds
+        9.0
+        >>> predict(Chain(layers, device_bytes=16, out_rate=4, back_rate=8), (1, 1, 0)).seconds
+        10.0
+    """
+    walk = Walk(chain, choice)
+    if not walk.feasible:
+        return NOT_FEASIBLE
+    forward, queue, peak_forward, peak_host = _forward(walk)
+    backward = _backward(walk)
+    leftover = _leftover(walk, queue, backward)
+    stalls = tuple(b + r for b, r in zip(backward, leftover, strict=True))
+    extra = sum(o.forward_seconds + o.backward_seconds for o in walk.options)
+    return Prediction(
+        seconds=chain.compute_seconds + extra + sum(forward) + sum(stalls),
+        forward_stalls=tuple(forward),
+        backward_stalls=stalls,
+        # What would pass the budget for a moment waits at its gate.
+        peak_device_bytes=min(
+            max(peak_forward, _peak_of_backward(walk, queue)), chain.device_bytes
+        ),
+        peak_host_bytes=peak_host,
+        offloaded_bytes=walk.off_before[-1],
+        disk_bytes=sum(o.disk_bytes for o in walk.options),
+    )
+
+
+def _forward(walk: Walk) -> tuple[list[float], float, float, float]:
+    """Stalls, what waits in the end, and the peaks of device and host memory."""
+    chain, queue, writes, peak, host = walk.chain, 0.0, 0.0, 0.0, 0.0
+    stalls = []
+    for i, (s, o) in enumerate(zip(chain.segments, walk.options, strict=True)):
+        room = min(walk.forward_rooms[i], chain.window_bytes)
+        stall = max(
+            0.0, (queue - room) / chain.out_rate, (writes - walk.host_rooms[i]) / chain.write_rate
+        )
+        queue = max(0.0, queue - chain.out_rate * stall)
+        writes = max(0.0, writes - chain.write_rate * stall)
+        host = max(host, writes + walk.resting[i + 1] + o.disk_bytes)
+        seconds = s.forward_seconds + o.forward_seconds
+        before, queue = queue, _after(queue, o, chain.out_rate * seconds)
+        there = walk.resident[i] + max(0.0, o.present_bytes - o.offload_bytes)
+        peak = max(peak, there + max(before, queue) + o.burst_bytes + s.forward_bytes)
+        writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
+        stalls.append(stall)
+    return stalls, queue, peak, host
+
+
+def _after(queue: float, option: Option, passed: float) -> float:
+    """What waits when a segment has run, and ``passed`` bytes could have left meanwhile."""
+    return max(queue + option.offload_bytes - passed, option.late_bytes)
+
+
+def _backward(walk: Walk) -> list[float]:
+    """Stalls, by the mirrored recurrence."""
+    chain, queue, reads = walk.chain, 0.0, 0.0
+    stalls = []
+    for i, (s, o) in enumerate(zip(chain.segments, walk.options, strict=True)):
+        room = min(walk.backward_rooms[i], chain.prefetch_bytes)
+        stall = max(
+            0.0, (queue - room) / chain.back_rate, (reads - walk.host_rooms[i]) / chain.read_rate
+        )
+        seconds = s.backward_seconds + o.backward_seconds + stall
+        queue = _after(queue, o, chain.back_rate * seconds)
+        reads = max(0.0, reads - chain.read_rate * seconds) + o.disk_bytes
+        stalls.append(stall)
+    return stalls
+
+
+def _leftover(walk: Walk, queue: float, backward: Sequence[float]) -> list[float]:
+    """Stalls while what still waits when forward ends is in the way of backward."""
+    chain = walk.chain
+    stalls = [0.0] * len(chain.segments)
+    for i in reversed(range(len(chain.segments))):
+        s, o = chain.segments[i], walk.options[i]
+        queue = max(0.0, queue - o.offload_bytes)
+        if queue > walk.backward_rooms[i] + _TOLERANCE_BYTES:
+            stalls[i] = (queue - walk.backward_rooms[i]) / chain.out_rate
+            queue = walk.backward_rooms[i]
+        seconds = s.backward_seconds + o.backward_seconds + backward[i]
+        queue = max(0.0, queue - chain.out_rate * seconds)
+    return stalls
+
+
+def caps(walk: Walk) -> list[float]:
+    """For each segment, what may be there early of the segments before it while its backward runs.
+
+    What is brought back for a segment stays through the backward of all in between, and none of
+    those may lack room: the reserve rule.
+    """
+    return [max(0.0, min(room, walk.chain.prefetch_bytes)) for room in walk.backward_rooms]
+
+
+class _Ahead:
+    """What is brought back before backward asks for it, piece by piece, as far as the reserve rule
+    allows. Its memory counts from the moment it is asked for, so that rates make no difference.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self._rooms = caps(walk)
+        self._limit = walk.chain.prefetch_bytes
+        self._early = [0.0] * len(walk.options)  # bytes of each segment
+        self._upcoming = deque(
+            (i, n) for i in reversed(range(len(walk.options))) for n in asks(walk.options[i])
+        )
+
+    @property
+    def nbytes(self) -> float:
+        """Of all that came early and was not asked for yet."""
+        return sum(self._early)
+
+    def fill(self, at: int) -> None:
+        """While backward of segment ``at`` runs, bring back what there is room for."""
+        while self._upcoming:
+            i, n = self._upcoming[0]
+            there = self.nbytes
+            if (there and there + n > self._limit) or not self._limit:
+                return
+            if any(sum(self._early[:k]) + n > self._rooms[k] for k in range(i + 1, at + 1)):
+                return
+            self._early[i] += n
+            self._upcoming.popleft()
+
+    def ask(self, i: int, nbytes: float) -> None:
+        """Backward wants the next of segment ``i``."""
+        if self._early[i] > 0:
+            self._early[i] = max(0.0, self._early[i] - nbytes)
+        else:
+            self._upcoming.popleft()
+
+
+def asks(option: Option) -> list[float]:
+    """What leaves, piece by piece, in the order in which backward wants it."""
+    if option.pieces or not option.offload_bytes:
+        return list(reversed(option.pieces))
+    return [option.offload_bytes / _PIECES] * _PIECES
+
+
+def _peak_of_backward(walk: Walk, queue: float) -> float:
+    """The most that is on the device while backward runs and brings back as much as it may."""
+    chain, ahead, peak = walk.chain, _Ahead(walk), 0.0
+    left = queue  # what has not left when forward ends
+    for i in reversed(range(len(chain.segments))):
+        s, o = chain.segments[i], walk.options[i]
+        stays = walk.resident[i] + s.backward_bytes + o.working_bytes
+        left = max(0.0, left - o.offload_bytes)
+        if len(s.options) > 1:  # between segments nothing is brought back
+            ahead.fill(i)
+        if not o.whole:
+            stays_yet = s.saved_bytes - o.offload_bytes  # wanted first
+            peak = max(peak, stays + stays_yet + max(left, ahead.nbytes))
+        for n in asks(o):
+            ahead.ask(i, n)
+            ahead.fill(i)
+            if not o.whole:
+                peak = max(peak, stays + n + max(left, ahead.nbytes))
+        if o.whole:
+            peak = max(peak, stays + s.saved_bytes + max(left, ahead.nbytes))
+        left = max(0.0, left - chain.out_rate * (s.backward_seconds + o.backward_seconds))
+    return peak
