@@ -68,8 +68,7 @@ class Planned:
         scheme = self._fixed or self.auto
         assert scheme is not None
         self._controller = Controller(model, names, hooks, tiers, in_step, scheme)
-        if self.auto is not None:
-            self.auto.clock = self._controller.clock
+        scheme.clock = self._controller.clock
 
     @property
     def plan(self) -> Plan | None:

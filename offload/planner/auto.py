@@ -19,13 +19,12 @@ from dataclasses import dataclass, field, replace
 
 from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
-from offload.planner.control import Assignment
 from offload.planner.joint import News, together
 from offload.planner.model import Chain, Links
 from offload.planner.plan import Plan, fits_under, make_plan, needs_under, uniform_choice
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets, Profile
-from offload.planner.record import Clock, HostClock, Measured, Pass
+from offload.planner.record import Assignment, Clock, HostClock, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
 from offload.trace import Event, merged, total_ns
@@ -56,6 +55,7 @@ class Study:
     margin_bytes: int = 0
     lean_seconds: float = float("inf")
     measured: list[Measured] = field(default_factory=list)
+    judged: int = -1  # the step in which the plan was made, or judged last
     fell_back: bool = False
     begun: int = 0  # how often it was measured from the start
 
@@ -66,8 +66,9 @@ class Fixed:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.measured: list[Measured] = []
+        self.clock: Clock = HostClock()  # the controller's
         self._assignment = assignment_of(plan)
-        self._told = False
+        self._told = self._told_of_others = False
 
     def assign(self, signature: str) -> Assignment:
         if signature != self.plan.signature and not self._told:
@@ -79,8 +80,15 @@ class Fixed:
         return self._assignment
 
     def finished(self, done: Pass, counters: Counters) -> None:
+        if done.in_flight > self.plan.in_flight and not self._told_of_others:
+            self._told_of_others = True
+            warn_user(
+                f"{done.in_flight} forwards wait for their backward at one time, and the plan was "
+                f"made for {self.plan.in_flight}: its budget is kept, its predictions do not hold; "
+                'apply "auto", or measure a plan in such steps'
+            )
         if done.complete:
-            self.measured.append(_measured(done, counters))
+            self.measured.append(_measured(done, counters, self.clock))
 
 
 def assignment_of(plan: Plan, phase: str = "plan") -> Assignment:
@@ -197,9 +205,10 @@ class Auto:
             return
         if study.plan is None:
             self._note_lean(study, done, counters)
+            study.judged = counters.started_ns
             self._next_phase(study, done.signature)
         else:
-            found = _measured(done, counters)
+            found = _measured(done, counters, self.clock)
             self._judge(study, found, done.signature, lambda: self._rates(counters, Links()))
 
     # -- several ranks ----------------------------------------------------------------------------
@@ -218,7 +227,7 @@ class Auto:
             self._note_lean(own, done, counters)
             news.lean_seconds = own.lean_seconds
         else:
-            news.measured.append(_measured(done, counters))
+            news.measured.append(_measured(done, counters, self.clock))
             news.links = self._rates(counters, Links())
 
     def _decide(self, group: Agreement) -> None:
@@ -265,7 +274,7 @@ class Auto:
     def _note_lean(self, study: Study, done: Pass, counters: Counters) -> None:
         """A pass before there is a plan."""
         if done.phase.startswith("recompute"):
-            seconds = self.clock.seconds(done.started, done.ended, merged(done.waits))
+            seconds = done.seconds(self.clock, merged(done.waits))
             study.lean_seconds = min(study.lean_seconds, seconds)
         study.profile.links = self._rates(counters, study.profile.links)
 
@@ -301,12 +310,18 @@ class Auto:
         plan = study.plan
         assert plan is not None
         study.measured.append(found)
+        if found.step == study.judged:
+            return  # its peak may be that of an earlier pass of this step, under something else
         over = found.peak_bytes - int(plan.budgets.device_bytes)
         study.margin_bytes += max(0, over)
+        study.judged = found.step
         if study.plans <= _ESTIMATING:
             self._replan(study, signature, over)
             return
         if study.plans > _ESTIMATING + _REPLANS:
+            return
+        if study.profile.in_flight > plan.in_flight:
+            self._replan(study, signature, over)
             return
         if self._fall_back(study, signature):
             return
@@ -361,13 +376,10 @@ class Auto:
         return replace(chain, device_bytes=chain.device_bytes - margin)
 
 
-def _measured(done: Pass, counters: Counters) -> Measured:
-    started, ended = done.started, done.ended
-    seconds = (
-        (ended - started) / 1e9 if isinstance(ended, int) else started.elapsed_time(ended) / 1e3
-    )
+def _measured(done: Pass, counters: Counters, clock: Clock) -> Measured:
     return Measured(
-        seconds=seconds,
+        step=counters.started_ns,
+        seconds=done.seconds(clock, []),
         peak_bytes=done.peak_bytes or counters.peak_live_bytes,
         stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
         misses=counters.misses + counters.lates,

@@ -64,7 +64,8 @@ class Evaluator:
             held = chosen["holds_output"][:-1] * chosen["frees_input"][1:]
             resident = resident.clone()
             resident[:-1] += held * self._shared[1:, None]
-        before = resident.cumsum(0) - resident
+        others = self.chain.in_flight - 1
+        before = resident.cumsum(0) - resident + others * resident.sum(0)
         chain, infinite = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
         forward_rooms -= _column(s.forward_bytes for s in chain.segments)
@@ -74,10 +75,11 @@ class Evaluator:
         )
         feasible = (forward_rooms >= -_TOLERANCE_BYTES).all(0)
         feasible &= (backward_rooms >= -_TOLERANCE_BYTES).all(0)
-        feasible &= chosen["disk_bytes"].sum(0) <= chain.disk_bytes
+        feasible &= chosen["disk_bytes"].sum(0) * chain.in_flight <= chain.disk_bytes
         host_rooms: Tensor | None = None
         if math.isfinite(chain.host_bytes):
             resting = chosen["host_bytes"].cumsum(0) + chosen["disk_bytes"]
+            resting = resting + others * chosen["host_bytes"].sum(0)
             host_rooms = chain.host_bytes - resting
             feasible &= (host_rooms >= -_TOLERANCE_BYTES).all(0)
         alive = feasible.nonzero().flatten()

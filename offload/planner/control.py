@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from offload.hooks import Hooks, is_never_moved
 from offload.live import storage_of
 from offload.placement import Placement
 from offload.planner.record import (
+    Assignment,
     Clock,
     DeviceClock,
     HostClock,
@@ -38,38 +38,12 @@ from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, 
 from offload.recompute.selective import selective
 from offload.report import Counters
 from offload.tiers import Tiers
-from offload.tiers.gate import Need
+from offload.tiers.gate import STRIDE
 
-__all__ = ["Assignment", "Controller", "Scheme"]
+__all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What a forward does with its segments.
-
-    Attributes:
-        actions: by key; as options name them, ``"disk:50%"`` for a part.
-        limits: by key, the bytes of such a part.
-        default: the action of a segment with another key.
-        needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
-        limit_bytes: the budget of device memory; ``None``: the session's.
-        phase: what this forward is for.
-        record: whether to write down bytes as well as times.
-        watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
-            starts its peak anew, as ``record`` does.
-    """
-
-    actions: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    default: str = "keep"
-    needs: Sequence[Need] = ()
-    limit_bytes: int | None = None
-    phase: str = ""
-    record: bool = False
-    watch_peak: bool = False
 
 
 class Scheme(Protocol):
@@ -140,8 +114,9 @@ class Controller:
         self._clock: Clock = HostClock() if self._is_cpu else DeviceClock(device)
         self._ids = StorageIds()
         self._thread = 0
-        self._pass: Pass | None = None
-        self._assignment = Assignment()
+        self._pass: Pass | None = None  # whose forward is the newest, or whose backward runs
+        self._waiting: list[weakref.ref[Pass]] = []  # held by their graphs: dropped with those
+        self._opened = 0  # in this step
         self._counters = Counters()
         self._started: Any = None
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -173,6 +148,7 @@ class Controller:
     def begin_step(self, counters: Counters) -> None:
         """A step begins on this thread."""
         self._close_pass(None)
+        self._waiting, self._opened = [], 0
         self._thread = threading.get_ident()
         self._counters = counters
         self._started = self._clock.stamp()
@@ -191,26 +167,56 @@ class Controller:
         """A forward of the model begins."""
         signature = signature_of(inputs)
         stamp = self._clock.stamp()
-        started = self._started if self._pass is None else stamp
-        self._close_pass(stamp)
-        self._pass = Pass(signature, started)
-        assigned = self._assignment = self._scheme.assign(signature)
-        self._pass.phase = assigned.phase
+        started = stamp if self._opened else self._started
+        self._put_aside(stamp)
+        assigned = self._scheme.assign(signature)
+        current = Pass(signature, started, self._opened * STRIDE, assigned, phase=assigned.phase)
+        self._pass, self._opened = current, self._opened + 1
         # The batch: whoever passes it holds it meanwhile, so that sending it away frees nothing.
         tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
         self._pass.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
-        if assigned.record and not self._is_cpu:
-            self._pass.start_bytes = torch.accelerator.memory_allocated()
-            self._pass.gradient_bytes = _missing_gradients(self._model())
+        if assigned.record and not self._is_cpu and not self._in_flight():
+            current.start_bytes = torch.accelerator.memory_allocated()
+            current.gradient_bytes = _missing_gradients(self._model())
         if assigned.watch_peak and not self._is_cpu:
             torch.accelerator.reset_peak_memory_stats()
-        gate = self._tiers.gate
-        gate.begin(assigned.needs)
-        if assigned.limit_bytes is not None:
-            gate.limit_bytes = assigned.limit_bytes
-        return self._pass
+        self._tell_gate(current)
+        return current
+
+    def _tell_gate(self, current: Pass) -> None:
+        gate, assigned = self._tiers.gate, current.assignment
+        with self._tiers.lock:
+            gate.begin(assigned.needs, current.first)
+            if assigned.limit_bytes is not None:
+                gate.limit_bytes = assigned.limit_bytes
+
+    def _in_flight(self) -> int:
+        """Other forwards whose backward is still to come."""
+        self._waiting = [r for r in self._waiting if r() is not None]
+        return len(self._waiting)
+
+    def _put_aside(self, stamp: Any) -> None:
+        """Another forward, or its backward, takes the place of the present one."""
+        current = self._pass
+        if current is not None and current.visits and current.visits[0].began is None:
+            self._waiting.append(weakref.ref(current))
+            current.pauses.append((stamp, stamp))
+            self._pass = None
+        else:
+            self._close_pass(stamp)
+
+    def _resume(self, current: Pass, stamp: Any) -> bool:
+        """The backward of a forward that was waiting; False if that is not known any more."""
+        if not any(r() is current for r in self._waiting):
+            return False
+        self._put_aside(stamp)
+        self._waiting = [r for r in self._waiting if r() is not current]
+        self._pass = current
+        current.pauses[-1] = (current.pauses[-1][0], stamp)
+        self._tell_gate(current)
+        return True
 
     def _close_pass(self, ended: Any) -> None:
         done, self._pass = self._pass, None
@@ -220,7 +226,7 @@ class Controller:
         if done.visits and done.visits[0].began is not None:
             done.ended = ended
             self._note_backward_peak(done, 0)
-        if self._assignment.watch_peak and not self._is_cpu:
+        if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
         done.waits = list(self._counters.waits)
         self._scheme.finished(done, self._counters)
@@ -243,9 +249,10 @@ class Controller:
         visit = self._enter(current, rule.name)
         name = visit.action.partition(":")[0]
         way = WAYS[Action.of(name)]
-        limit = self._assignment.limits.get(visit.key)
+        limit = current.assignment.limits.get(visit.key)
+        number = current.first + 2 * visit.number + 1
         try:
-            with self.hooks.placed(way.placement, 2 * visit.number + 1, limit):
+            with self.hooks.placed(way.placement, number, limit):
                 if way.recomputed:
                     module = rule.module()
                     assert module is not None
@@ -263,11 +270,11 @@ class Controller:
     def _enter(self, current: Pass, name: str) -> Visit:
         calls = sum(v.key.partition("#")[0] == name for v in current.visits)
         key = f"{name}#{calls + 1}" if calls else name
-        assigned = self._assignment
+        assigned = current.assignment
         visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
         visit.before, current.after = current.after, {}
         current.visits.append(visit)
-        self._make_room(2 * visit.number + 1)
+        self._make_room(current, 2 * visit.number + 1)
         current.open = visit
         if assigned.record:
             self._restart_peak(visit)
@@ -277,12 +284,12 @@ class Controller:
     def _leave(self, current: Pass, visit: Visit) -> None:
         visit.left = self._clock.stamp()
         current.open = None
-        if self._assignment.record and not self._is_cpu:
+        if current.assignment.record and not self._is_cpu:
             visit.forward_peak_bytes = self._peak_above(visit.start_bytes)
-        self._make_room(2 * visit.number + 2)
+        self._make_room(current, 2 * visit.number + 2)
 
-    def _make_room(self, entry: int) -> None:
-        needs = self._assignment.needs
+    def _make_room(self, current: Pass, entry: int) -> None:
+        needs = current.assignment.needs
         if entry < len(needs):
             with self._tiers.lock:
                 self._tiers.gate.runs = entry
@@ -300,20 +307,22 @@ class Controller:
 
     def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""
-        if visit.began is not None or current is not self._pass:
+        stamp = self._clock.stamp()
+        if visit.began is not None or not (current is self._pass or self._resume(current, stamp)):
             return
-        visit.began = self._clock.stamp()
-        current.in_backward = True
-        if self._assignment.record:
+        if not current.in_backward:
+            current.in_backward, current.in_flight = True, 1 + self._in_flight()
+        visit.began = stamp
+        if current.assignment.record:
             if visit.number + 1 < len(current.visits):
                 self._note_backward_peak(current, visit.number + 1)
             self._restart_peak(visit)
             visit.gradient_bytes = _missing_gradients(rule.module())
-        entry, needs = 2 * visit.number + 1, self._assignment.needs
+        entry, needs = 2 * visit.number + 1, current.assignment.needs
         with self._tiers.lock:
             self._tiers.gate.at = entry if needs else -1
             if entry < len(needs):
-                there = self._tiers.leaving_bytes(entry)
+                there = self._tiers.leaving_bytes(current.first + entry)
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
         self.hooks.foresee()
 
@@ -334,7 +343,8 @@ class Controller:
         """The forward of a region, or one of its recomputations."""
         again = _graph_task_id() != -1
         start = self._clock.stamp() if again else None
-        watched = self._is_cpu if again else self._assignment.record
+        current = self._pass
+        watched = self._is_cpu if again else current is not None and current.assignment.record
         try:
             with self._watching(visit, again) if watched else contextlib.nullcontext():
                 yield
@@ -362,7 +372,7 @@ class Controller:
         if self._is_cpu and storage.nbytes() < self._tiers.common.config.min_offload_bytes:
             self._tiers.live.track(storage)
         current = self._pass
-        if current is None or not self._assignment.record or _graph_task_id() != -1:
+        if current is None or not current.assignment.record or _graph_task_id() != -1:
             return
         number, nbytes = self._ids.of(storage), storage.nbytes()
         visit = current.open
@@ -382,7 +392,7 @@ class Controller:
         return max(0, torch.accelerator.max_memory_allocated() - start_bytes)
 
     def _note_backward_peak(self, current: Pass, number: int) -> None:
-        if self._assignment.record and not self._is_cpu:
+        if current.assignment.record and not self._is_cpu:
             visit = current.visits[number]
             visit.backward_peak_bytes = self._peak_above(visit.start_bytes)
 

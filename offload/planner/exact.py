@@ -137,7 +137,8 @@ class _Program:
             self._leftover(i)
         if math.isfinite(chain.disk_bytes):
             everywhere = range(len(chain.segments))
-            self._row(self._sum(everywhere, "disk_bytes"), high=chain.disk_bytes)
+            disk_bytes = chain.disk_bytes / chain.in_flight
+            self._row(self._sum(everywhere, "disk_bytes"), high=disk_bytes)
 
     # -- terms ------------------------------------------------------------------------------------
 
@@ -156,9 +157,16 @@ class _Program:
         return {self._first[name] + i: scale} if inside else {}
 
     def _resident(self, i: int) -> Terms:
-        """Of all segments before ``i``."""
+        """Of all segments before ``i``, and of all that other forwards keep."""
+        return _merged(self._kept(i), self._of_others(self._kept(len(self.chain.segments))))
+
+    def _kept(self, i: int) -> Terms:
         held = (self._variable("held", j) for j in range(i))
         return _merged(self._sum(range(i), "resident_bytes"), *held)
+
+    def _of_others(self, one: Terms) -> Terms:
+        others = self.chain.in_flight - 1
+        return {column: others * value for column, value in one.items()} if others else {}
 
     def _row(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> None:
         rows, columns, values = self.entries
@@ -229,7 +237,9 @@ class _Program:
             if math.isfinite(limit):
                 self._row(self._variable(queue, i), high=limit)
         if math.isfinite(chain.host_bytes):
-            resting = self._sum(range(i + 1), "host_bytes")
+            everywhere = range(len(chain.segments))
+            others = self._of_others(self._sum(everywhere, "host_bytes"))
+            resting = _merged(self._sum(range(i + 1), "host_bytes"), others)
             passing = self._option(i, "disk_bytes")
             for queue in ("Ws", "Us"):
                 terms = _merged(resting, self._variable(queue, i), passing)

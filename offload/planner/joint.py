@@ -111,6 +111,7 @@ def _profile(profiles: Sequence[Profile]) -> Profile:
                 setattr(own, name, max(getattr(own, name), getattr(its, name)))
     made.base_bytes = max(p.base_bytes for p in begun)
     made.turn_seconds = max(p.turn_seconds for p in begun)
+    made.in_flight = max(p.in_flight for p in begun)
     made.links = _slowest([p.links for p in begun])
     return made
 

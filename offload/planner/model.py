@@ -143,6 +143,8 @@ class Chain:
         read_rate: bytes a second from there.
         window_bytes: most bytes on their way out.
         prefetch_bytes: most bytes brought back early.
+        in_flight: forwards that wait for their backward at one time, as in a pipeline. What each
+            keeps is there all the while; its time is that of one forward and backward.
     """
 
     segments: tuple[Segment, ...]
@@ -155,6 +157,7 @@ class Chain:
     read_rate: float = UNLIMITED
     window_bytes: float = math.inf
     prefetch_bytes: float = math.inf
+    in_flight: int = 1
 
     def options(self, choice: Sequence[int]) -> list[Option]:
         """The chosen option of each segment."""
@@ -170,7 +173,8 @@ class Chain:
         sets it. No choice of options goes below; smaller segments would.
         """
         least = [min(s.options, key=lambda o: o.resident_bytes) for s in self.segments]
-        resident, floor, name = 0.0, 0.0, ""
+        others = (self.in_flight - 1) * sum(o.resident_bytes for o in least)
+        resident, floor, name = others, 0.0, ""
         for s, o in zip(self.segments, least, strict=True):
             present = min(p.present_bytes for p in s.options)
             need = max(present + s.forward_bytes, s.saved_bytes + s.backward_bytes)

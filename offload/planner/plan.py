@@ -77,6 +77,8 @@ class Plan:
         links: the rates it was made for.
         solver: what found it.
         notes: what should be known of it.
+        in_flight: forwards that may wait for their backward at one time, as in a pipeline; the
+            bytes are those of all of them, the seconds of one.
 
     Example:
         >>> import offload, torch
@@ -111,6 +113,7 @@ class Plan:
     links: Links
     solver: str
     notes: tuple[str, ...] = ()
+    in_flight: int = 1
 
     @property
     def actions(self) -> dict[str, str]:
@@ -283,6 +286,7 @@ def make_plan(
         written_bytes=int(found.disk_bytes),
         links=profile.links,
         solver=solution.solver,
+        in_flight=chain.in_flight,
     )
     return _with_notes(made)
 
@@ -380,11 +384,16 @@ def _recompute_seconds(chain: Chain) -> float | None:
 
 
 def _unlimited(chain: Chain) -> Chain:
-    return Chain(chain.segments, math.inf)
+    return Chain(chain.segments, math.inf, in_flight=chain.in_flight)
 
 
 def _with_notes(plan: Plan) -> Plan:
     notes = []
+    if plan.in_flight > 1:
+        notes.append(
+            f"{plan.in_flight} forwards wait for their backward at one time: the bytes are those "
+            "of all, the times of one forward and backward"
+        )
     if plan.plain_peak_bytes <= plan.budgets.device_bytes:
         notes.append("everything fits: nothing leaves, nothing is recomputed")
     if plan.floor_bytes >= 0.98 * plan.plain_peak_bytes:

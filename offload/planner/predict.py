@@ -64,6 +64,9 @@ class Walk:
             self.resident.append(self.resident[-1] + o.resident_bytes + self._held_over(i))
             self.resting.append(self.resting[-1] + o.host_bytes)
             self.off_before.append(self.off_before[-1] + o.offload_bytes)
+        others = chain.in_flight - 1
+        self.resident = [others * self.resident[-1] + n for n in self.resident]
+        self.resting = [others * self.resting[-1] + n for n in self.resting]
         budget, segments = chain.device_bytes, chain.segments
         self.forward_rooms = [
             budget - self.resident[i] - o.present_bytes - s.forward_bytes
@@ -90,6 +93,7 @@ class Walk:
         """Whether no room is below 0."""
         rooms = min((*self.forward_rooms, *self.backward_rooms, *self.host_rooms), default=0.0)
         disk_bytes = sum(o.disk_bytes for o in self.options)
+        disk_bytes *= self.chain.in_flight
         return rooms >= -_TOLERANCE_BYTES and disk_bytes <= self.chain.disk_bytes
 
 
@@ -196,7 +200,10 @@ def caps(walk: Walk) -> list[float]:
     What is brought back for a segment stays through the backward of all in between, and none of
     those may lack room: the reserve rule.
     """
-    return [max(0.0, min(room, walk.chain.prefetch_bytes)) for room in walk.backward_rooms]
+    rooms = walk.backward_rooms
+    if walk.chain.in_flight > 1:  # a forward may come next
+        rooms = [min(pair) for pair in zip(rooms, walk.forward_rooms, strict=True)]
+    return [max(0.0, min(room, walk.chain.prefetch_bytes)) for room in rooms]
 
 
 class _Ahead:

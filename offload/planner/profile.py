@@ -98,6 +98,7 @@ class Profile:
         self.turn_seconds = math.inf
         self.links = Links()
         self.plain_peak_bytes = 0
+        self.in_flight = 1  # forwards that wait for their backward at one time
 
     @property
     def keys(self) -> list[str]:
@@ -111,6 +112,7 @@ class Profile:
         segments = self.segments or [SegmentProfile(v.key) for v in done.visits]
         if [v.key for v in done.visits] != [s.key for s in segments]:
             return False
+        self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times(clock)
         if done.start_bytes:
             self.base_bytes = done.start_bytes
@@ -161,6 +163,7 @@ class Profile:
             read_rate=self._disk_rate(self.links.disk_read),
             window_bytes=budgets.window_bytes,
             prefetch_bytes=budgets.prefetch_bytes,
+            in_flight=self.in_flight,
         )
 
     def _rate(self, way: str) -> float:

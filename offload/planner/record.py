@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offload.tiers.gate import Need
 from offload.trace import Interval, intersection_ns, merged
 
 __all__ = [
-    "Clock", "DeviceClock", "HostClock", "Measured", "Pass", "StorageIds", "Visit", "signature_of",
+    "Assignment", "Clock", "DeviceClock", "HostClock", "Measured", "Pass", "StorageIds", "Visit",
+    "signature_of",
 ]  # fmt: skip
 
 
@@ -75,6 +77,32 @@ class StorageIds:
         return self._count
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What a forward does with its segments.
+
+    Attributes:
+        actions: by key; as options name them, ``"disk:50%"`` for a part.
+        limits: by key, the bytes of such a part.
+        default: the action of a segment with another key.
+        needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
+        limit_bytes: the budget of device memory; ``None``: the session's.
+        phase: what this forward is for.
+        record: whether to write down bytes as well as times.
+        watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
+            starts its peak anew, as ``record`` does.
+    """
+
+    actions: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    default: str = "keep"
+    needs: Sequence[Need] = ()
+    limit_bytes: int | None = None
+    phase: str = ""
+    record: bool = False
+    watch_peak: bool = False
+
+
 @dataclass
 class Visit:
     """One call of a segment's forward, and its backward.
@@ -109,10 +137,23 @@ class Visit:
 
 @dataclass
 class Pass:
-    """A forward of the model and its backward."""
+    """A forward of the model and its backward.
+
+    Attributes:
+        signature: of the forward's inputs.
+        started, ended: stamps.
+        first: what blocks of its visits are numbered from, as entries of a plan.
+        assignment: what it goes by.
+        in_flight: forwards, with this one, whose graphs were waiting when its backward began.
+        pauses: stamps around what other forwards and their backwards took meanwhile.
+    """
 
     signature: str
     started: Any
+    first: int = 0
+    assignment: Assignment = field(default_factory=Assignment)
+    in_flight: int = 1
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
     phase: str = ""
     input_bytes: int = 0
     ended: Any = None
@@ -156,13 +197,22 @@ class Pass:
     def turn_seconds(self, clock: Clock) -> float:
         """From the last forward to the first backward: the head, the loss and their gradient."""
         last = self.visits[-1]
-        return clock.seconds(last.left, last.began, merged(self.waits))
+        seconds = clock.seconds(last.left, last.began, merged(self.waits))
+        return max(0.0, seconds - self._paused(clock))
+
+    def seconds(self, clock: Clock, waits: list[Interval]) -> float:
+        """All of it, without ``waits`` as far as a clock can tell."""
+        return max(0.0, clock.seconds(self.started, self.ended, waits) - self._paused(clock))
+
+    def _paused(self, clock: Clock) -> float:
+        return sum(clock.seconds(start, end, []) for start, end in self.pauses)
 
 
 @dataclass
 class Measured:
-    """A pass under a plan: what came of it."""
+    """A pass under a plan: what came of it. ``step`` is when its step began, in nanoseconds."""
 
+    step: int
     seconds: float
     peak_bytes: int
     stall_seconds: float

@@ -9,7 +9,9 @@ is in force it says what each segment needs; without one only the limit counts.
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Gate", "Need"]
+__all__ = ["STRIDE", "Gate", "Need"]
+
+STRIDE = 1 << 16  # between the numbers of a segment's blocks in two forwards of a step
 
 
 class Need(NamedTuple):
@@ -39,6 +41,7 @@ class Gate:
         self.limit_bytes: int | None = None
         self.planned = False  # whether something else decides what stays
         self.needs: Sequence[Need] = ()
+        self.first = 0  # what the blocks of the forward that ``needs`` is true of are numbered from
         self.at = -1  # the segment whose backward runs; -1: none has begun
         self.runs = -1  # the segment whose forward runs; -1: none, or no plan is in force
         self._kept: dict[int, int] = {}  # bytes, by segment
@@ -54,11 +57,11 @@ class Gate:
         """Whether so many more bytes stay within the limit."""
         return self.limit_bytes is None or self._used() + nbytes <= self.limit_bytes
 
-    def begin(self, needs: Sequence[Need]) -> None:
-        """A forward begins that ``needs`` is true of."""
+    def begin(self, needs: Sequence[Need], first: int = 0) -> None:
+        """A forward that ``needs`` is true of begins, or the backward of one that was waiting."""
         if needs is not self.needs:
             self._largest.clear()
-        self.needs, self.at, self.runs = needs, -1, -1
+        self.needs, self.at, self.runs, self.first = needs, -1, -1, first
         self._kept.clear()
 
     def note(self, nbytes: int) -> int:
@@ -74,6 +77,7 @@ class Gate:
 
         Where a segment saves more than was measured, something has to leave after all.
         """
+        segment -= self.first
         if self.limit_bytes is None or not 0 <= segment < len(self.needs):
             return True
         need = self.needs[segment]
@@ -100,13 +104,22 @@ class Gate:
             return True
         if self.at < 0:
             return False  # what the segment that backward begins with needs comes first
-        before = [0] * (self.at + 1)  # bytes of segments before each
+        # What another forward saved may stay through all of this backward and a further forward.
+        is_own = self._follows(segment) > 0
+        early_bytes = [0] * len(self.needs)  # that each has to do with fewer, from it on
         for owner, held_bytes in early:
-            if 0 <= owner < self.at:
-                before[owner + 1] += held_bytes
+            if self._follows(owner) <= self.at:
+                early_bytes[self._follows(owner)] += held_bytes
         total = 0
-        for k in range(self.at + 1):
-            total += before[k]
-            if k > segment and total + nbytes > self.needs[k].room_bytes:
+        for k in range(self.at + 1 if is_own else len(self.needs)):
+            total += early_bytes[k]
+            if k >= self._follows(segment) and total + nbytes > self.needs[k].room_bytes:
                 return False
         return True
+
+    def _follows(self, segment: int) -> int:
+        """The entry that comes after ``segment`` in the forward: 0, the first, for one of another
+        forward.
+        """
+        entry = segment - self.first
+        return entry + 1 if 0 <= entry < len(self.needs) else 0
