@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from offload.errors import PlanError
-from offload.planner.model import Chain, Links
+from offload.planner.model import Chain, Links, Option
 from offload.planner.predict import Walk, caps, predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
@@ -347,15 +347,19 @@ def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Ne
         reserve_bytes=int(_reserve(walk, entries, i)),
         # Small storages and what a later segment owns are kept here as well.
         keep_bytes=int(option.resident_bytes + segment.forward_bytes + segment.shared_bytes),
+        working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
     )
 
 
 def _appears(walk: Walk, i: int) -> float:
     """Bytes that backward of ``i`` adds to what stays."""
     segment, option = walk.chain.segments[i], walk.options[i]
-    again = option.action.startswith(("recompute", "selective"))
-    there = 0.0 if again else min(option.resident_bytes, segment.saved_bytes)
+    there = 0.0 if _is_computed_again(option) else min(option.resident_bytes, segment.saved_bytes)
     return segment.saved_bytes - there + segment.backward_bytes + option.working_bytes
+
+
+def _is_computed_again(option: Option) -> bool:
+    return option.action.startswith(("recompute", "selective"))
 
 
 def _reserve(walk: Walk, entries: list[tuple[Any, int]], i: int) -> float:

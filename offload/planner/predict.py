@@ -224,14 +224,16 @@ class _Ahead:
         """Of all that came early and was not asked for yet."""
         return sum(self._early)
 
-    def fill(self, at: int) -> None:
-        """While backward of segment ``at`` runs, bring back what there is room for."""
+    def fill(self, at: int, room: float) -> None:
+        """While backward of segment ``at`` runs, bring back what there is room for: ``room`` for
+        all that is early, its own as well.
+        """
         while self._upcoming:
             i, n = self._upcoming[0]
             there = self.nbytes
-            if (there and there + n > self._limit) or not self._limit:
+            if (there and there + n > self._limit) or not self._limit or there + n > room:
                 return
-            if any(sum(self._early[:k]) + n > self._rooms[k] for k in range(i + 1, at + 1)):
+            if any(sum(self._early[:k]) + n > self._rooms[k] for k in range(i + 1, at)):
                 return
             self._early[i] += n
             self._upcoming.popleft()
@@ -259,17 +261,14 @@ def _peak_of_backward(walk: Walk, queue: float) -> float:
         s, o = chain.segments[i], walk.options[i]
         stays = walk.resident[i] + s.backward_bytes + o.working_bytes
         left = max(0.0, left - o.offload_bytes)
+        there = s.saved_bytes if o.whole else s.saved_bytes - o.offload_bytes  # wanted first
         if len(s.options) > 1:  # between segments nothing is brought back
-            ahead.fill(i)
-        if not o.whole:
-            stays_yet = s.saved_bytes - o.offload_bytes  # wanted first
-            peak = max(peak, stays + stays_yet + max(left, ahead.nbytes))
+            ahead.fill(i, chain.device_bytes - stays - there)
+        peak = max(peak, stays + there + max(left, ahead.nbytes))
         for n in asks(o):
             ahead.ask(i, n)
-            ahead.fill(i)
-            if not o.whole:
-                peak = max(peak, stays + n + max(left, ahead.nbytes))
-        if o.whole:
-            peak = max(peak, stays + s.saved_bytes + max(left, ahead.nbytes))
+            there = s.saved_bytes if o.whole else n
+            ahead.fill(i, chain.device_bytes - stays - there)
+            peak = max(peak, stays + there + max(left, ahead.nbytes))
         left = max(0.0, left - chain.out_rate * (s.backward_seconds + o.backward_seconds))
     return peak

@@ -22,6 +22,9 @@ class Need(NamedTuple):
     room_bytes: int  # what may be there early, of segments before it, while its backward runs
     reserve_bytes: int  # that segments after it need at some time, beyond all that is kept
     keep_bytes: int = 0  # that it is planned to keep
+    # That its backward needs beside what it saved, where all of that is there before anything of
+    # another segment comes early; -1 where it is computed again.
+    working_bytes: int = -1
 
 
 class Gate:
@@ -104,6 +107,9 @@ class Gate:
             return True
         if self.at < 0:
             return False  # what the segment that backward begins with needs comes first
+        return self._leaves_reserve(segment, nbytes, early)
+
+    def _leaves_reserve(self, segment: int, nbytes: int, early: Iterable[tuple[int, int]]) -> bool:
         # What another forward saved may stay through all of this backward and a further forward.
         is_own = self._follows(segment) > 0
         early_bytes = [0] * len(self.needs)  # that each has to do with fewer, from it on
@@ -113,7 +119,13 @@ class Gate:
         total = 0
         for k in range(self.at + 1 if is_own else len(self.needs)):
             total += early_bytes[k]
-            if k >= self._follows(segment) and total + nbytes > self.needs[k].room_bytes:
+            if k < self._follows(segment):
+                continue
+            if k == self.at and is_own and self.needs[k].working_bytes >= 0:
+                # It runs: what it needed no more is room as well.
+                if not self.has_room(nbytes + self.needs[k].working_bytes):
+                    return False
+            elif total + nbytes > self.needs[k].room_bytes:
                 return False
         return True
 
