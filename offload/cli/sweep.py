@@ -32,6 +32,7 @@ from offload.units import format_bytes, format_seconds
 __all__ = ["Point", "command", "sweep"]
 
 JSON_FORMAT = 1
+_WARM_UP = 2  # steps: the second is the first that knows in which order backward asks
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Point:
         budget_bytes: of device memory.
         predicted_seconds, predicted_bytes: of a step, and its peak.
         measured_seconds, measured_bytes: the same: the median, and the largest.
+        beside: the other way whose peak is this plan's budget.
     """
 
     name: str
@@ -52,35 +54,59 @@ class Point:
     predicted_bytes: int
     measured_seconds: float | None = None
     measured_bytes: int | None = None
+    beside: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Measured, else predicted."""
+        return self.predicted_seconds if self.measured_seconds is None else self.measured_seconds
+
+    @property
+    def nbytes(self) -> int:
+        """Measured, else predicted."""
+        return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
 
-def plans_of(found: Measurement, points: int) -> list[tuple[str, Plan]]:
-    """The ways to be compared: plans from the floor to all that is saved, and the others."""
+def other_ways(found: Measurement) -> list[tuple[str, Plan]]:
+    """What plans are compared with: one action for every segment."""
+    named = {"plain": "keep", "recompute all": "recompute", "offload all": found.slow}
+    return [(name, found.uniform(action)) for name, action in named.items()]
+
+
+def budgets_of(found: Measurement, points: int) -> list[float]:
+    """From a tenth to nine tenths of what lies between the floor and all that is saved."""
     low, high = found.floor_bytes, found.plain_bytes
-    ways = [("plain", found.uniform("keep"))]
-    for name, action in (("recompute all", "recompute"), ("offload all", found.slow)):
-        ways.append((name, found.uniform(action)))
-    for i in range(points):
-        share = 0.1 + 0.8 * i / max(1, points - 1)
-        budget = low + share * (high - low)
-        try:
-            ways.append(("plan", found.plan(budget)))
-        except PlanError:  # host memory or the disk do not allow it
-            continue
-    return ways
+    return [low + (0.1 + 0.8 * i / max(1, points - 1)) * (high - low) for i in range(points)]
 
 
 def sweep(
     target: Target, found: Measurement, options: dict[str, Any], points: int, steps: int
 ) -> Iterable[Point]:
-    """Each way's point, measured over ``steps`` steps after one to warm up; 0: predicted only."""
-    for name, plan in plans_of(found, points):
-        limit = int(plan.budgets.device_bytes)
-        point = Point(name, limit, plan.seconds, plan.peak_bytes)
-        if steps:
-            seconds, peak = measured(target, plan, options, steps)
-            point = replace(point, measured_seconds=seconds, measured_bytes=peak)
+    """Each way's point, measured over ``steps`` steps after two to warm up; 0: predicted only.
+
+    After the other ways come plans for their peaks, where there are any, and for ``points`` more.
+    """
+    budgets: list[tuple[float, str]] = []
+    for name, plan in other_ways(found):
+        point = point_of(target, name, plan, options, steps)
         yield point
+        if name != "plain":
+            budgets.append((point.nbytes, name))
+    for budget, beside in [*budgets, *((n, "") for n in budgets_of(found, points))]:
+        try:
+            plan = found.plan(budget)
+        except PlanError:  # below the floor; or host memory or the disk do not allow it
+            continue
+        yield replace(point_of(target, "plan", plan, options, steps), beside=beside)
+
+
+def point_of(target: Target, name: str, plan: Plan, options: dict[str, Any], steps: int) -> Point:
+    """The point of one plan."""
+    point = Point(name, int(plan.budgets.device_bytes), plan.seconds, plan.peak_bytes)
+    if not steps:
+        return point
+    seconds, peak = measured(target, plan, options, steps)
+    return replace(point, measured_seconds=seconds, measured_bytes=peak)
 
 
 def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) -> tuple[float, int]:
@@ -94,7 +120,7 @@ def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) ->
         session.apply(target.model, plan),
     ):
         on_cpu = session.config.device.type == "cpu"
-        for _ in range(steps + 1):
+        for _ in range(steps + _WARM_UP):
             if not on_cpu:
                 torch.accelerator.synchronize()
                 torch.accelerator.reset_peak_memory_stats()
@@ -111,7 +137,7 @@ def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) ->
             with session.step() as step, meter:  # not timed: the meter slows it down
                 target.step()
             peaks = [0, max(meter.peak_bytes, step.report.peak_live_bytes)]
-    return statistics.median(times[1:]), max(peaks[1:])
+    return statistics.median(times[_WARM_UP:]), max(peaks[1:])
 
 
 # -- showing it -----------------------------------------------------------------------------------
@@ -127,13 +153,37 @@ def table_of(points: Sequence[Point]) -> FigureTable:
         seconds = format_seconds(p.measured_seconds) if p.measured_seconds is not None else ""
         table.add_row(
             p.name,
-            format_bytes(p.budget_bytes) if p.name == "plan" else "",
+            _budget_text(p),
             format_bytes(p.predicted_bytes),
             peak,
             format_seconds(p.predicted_seconds),
             seconds,
         )
+    table.caption = "\n".join(verdicts(points))
+    table.caption_justify = "left"
     return table
+
+
+def _budget_text(point: Point) -> str:
+    if point.name != "plan":
+        return ""
+    return format_bytes(point.budget_bytes) + (f" ({point.beside})" if point.beside else "")
+
+
+def verdicts(points: Sequence[Point]) -> list[str]:
+    """How the fastest plan that needs no more memory compares with each of the other ways."""
+    found = []
+    for other in (p for p in points if p.name not in ("plan", "plain")):
+        plans = [p for p in points if p.name == "plan" and p.nbytes <= other.nbytes]
+        best = min(plans, key=lambda p: p.seconds, default=None)
+        if best is None:
+            found.append(f"{other.name}: no plan needs as little ({format_bytes(other.nbytes)})")
+            continue
+        found.append(
+            f"{other.name}: a plan takes {best.seconds / other.seconds - 1:+.1%} of its time with "
+            f"{best.nbytes / other.nbytes - 1:+.1%} of its memory"
+        )
+    return found
 
 
 def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
@@ -148,7 +198,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
         raise OffloadError('a picture needs matplotlib: pip install "offload[plot]"') from e
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    planned = [p for p in points if p.name == "plan"]
+    planned = sorted((p for p in points if p.name == "plan"), key=lambda p: p.budget_bytes)
     axes.plot(
         [p.predicted_bytes / 2**20 for p in planned], [p.predicted_seconds for p in planned],
         "o--", color="tab:blue", alpha=0.6, label="plan, predicted",
@@ -160,8 +210,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
             "o-", color="tab:blue", label="plan, measured",
         )  # fmt: skip
     for p, marker in zip((p for p in points if p.name != "plan"), "s^D", strict=False):
-        seconds = p.measured_seconds if p.measured_seconds is not None else p.predicted_seconds
-        axes.plot([_mib(p)], [seconds], marker, label=p.name, markersize=8)
+        axes.plot([_mib(p)], [p.seconds], marker, label=p.name, markersize=8)
     axes.set_title(readable(title).replace("$", r"\$"))  # else mathematics begins there
     axes.set(xlabel="peak memory of a step, MiB", ylabel="step, s")
     axes.set_ylim(bottom=0)
@@ -171,8 +220,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
 
 
 def _mib(point: Point) -> float:
-    nbytes = point.measured_bytes if point.measured_bytes is not None else point.predicted_bytes
-    return nbytes / 2**20
+    return point.nbytes / 2**20
 
 
 def page(points: Sequence[Point], title: str) -> str:
@@ -204,7 +252,7 @@ def page(points: Sequence[Point], title: str) -> str:
     metavar="NUMBER",
     default=2,
     show_default=True,
-    help="Measured steps of each point, after one to warm up; 0: predictions only.",
+    help="Measured steps of each point, after two to warm up; 0: predictions only.",
 )
 @click.option(
     "--png", type=arguments.OUTPUT_FILE, metavar="FILE", help="Draw the curve (needs matplotlib)."
@@ -247,7 +295,7 @@ def command(
         done: list[Point] = []
         columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with terminal.progress(*columns, quiet=quiet or as_json) as progress:
-            bar = progress.add_task("points", total=points + 3)
+            bar = progress.add_task("points", total=points + 5)
             for point in sweep(target, found, options, points, steps):
                 done.append(point)
                 progress.update(bar, advance=1)

@@ -111,7 +111,7 @@ class Auto:
         min_offload_bytes: what is smaller stays.
         events: what was transferred, newest last.
         solver, solver_seconds: see ``solve``.
-        links: rates where none was measured.
+        links: rates of ways over which the measured steps send nothing.
         group: the ranks that share the model. They decide together, when a step begins; see Note:
             ranks act alike.
     """
@@ -389,7 +389,9 @@ def _measured(done: Pass, counters: Counters, clock: Clock) -> Measured:
 
 
 def _links(events: Iterable[Event], known: Links, given: Links) -> Links:
-    """Bytes a second of each way, while it was busy; newest where there is enough to tell."""
+    """Bytes a second of each way, while it was busy: where there is enough to tell, else what is
+    known, else what is given.
+    """
     names = {
         "link_out": "offload", "link_in": "reload", "disk_write": "spill", "disk_read": "fetch",
     }  # fmt: skip
@@ -401,6 +403,7 @@ def _links(events: Iterable[Event], known: Links, given: Links) -> Links:
         busy_ns = total_ns(merged((e.start_ns, e.end_ns) for e in own))
         measured = moved / busy_ns * 1e9 if busy_ns else None
         old = getattr(known, way)
-        enough = measured is not None and (moved >= _LEAST_BYTES or old is None)
-        rates[way] = measured if enough else old or getattr(given, way)
+        other = old or getattr(given, way)
+        enough = measured is not None and (moved >= _LEAST_BYTES or other is None)
+        rates[way] = measured if enough else other
     return Links(**rates)

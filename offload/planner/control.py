@@ -313,11 +313,8 @@ class Controller:
         if not current.in_backward:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
         visit.began = stamp
-        if current.assignment.record:
-            if visit.number + 1 < len(current.visits):
-                self._note_backward_peak(current, visit.number + 1)
-            self._restart_peak(visit)
-            visit.gradient_bytes = _missing_gradients(rule.module())
+        if current.assignment.record and visit.number + 1 < len(current.visits):
+            self._note_backward_peak(current, visit.number + 1)
         entry, needs = 2 * visit.number + 1, current.assignment.needs
         with self._tiers.lock:
             self._tiers.gate.at = entry if needs else -1
@@ -325,6 +322,9 @@ class Controller:
                 there = self._tiers.leaving_bytes(current.first + entry)
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
         self.hooks.foresee()
+        if current.assignment.record:  # what came early is not of this segment
+            self._restart_peak(visit)
+            visit.gradient_bytes = _missing_gradients(rule.module())
 
     # -- regions ----------------------------------------------------------------------------------
 

@@ -119,8 +119,14 @@ def _refusal(chain: Chain) -> PlanError:
         f"no plan was found: {format_bytes(budget)} of device memory would do for the segment that "
         f"needs most ({name!r}, {format_bytes(floor)}), but host memory "
         f"({_limit(chain.host_bytes)}) and disk ({_limit(chain.disk_bytes)}) do not hold what has "
-        "to leave. Raise one of the budgets"
+        f"to leave. Raise one of the budgets{_unknown_disk(chain)}"
     )
+
+
+def _unknown_disk(chain: Chain) -> str:
+    if any(o.disk_bytes for s in chain.segments for o in s.options):
+        return ""
+    return "; or let `offload probe` measure the disk, without whose rates it is not planned with"
 
 
 def _limit(nbytes: float) -> str:

@@ -217,7 +217,8 @@ class Outbound:
         self._common.heap.retire(original)  # taken up by its next sweep: here it has a name
         if leaving.extent is None:
             self._resting.append(weakref.ref(leaving.block))
-            self._keep_room()
+            if not self._common.gate.needs:  # else a plan says what goes on to the disk
+                self._keep_room()
         else:
             # The window bounds device memory; where there is none, the slots that wait to be
             # written.

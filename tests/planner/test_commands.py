@@ -38,10 +38,15 @@ def test_sweep_draws_a_curve(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     points = document["points"]
-    assert [p["name"] for p in points] == ["plain", "recompute all", "offload all", "plan", "plan"]
+    assert [p["name"] for p in points[:3]] == ["plain", "recompute all", "offload all"]
+    others = {p["name"]: p for p in points[:3]}
     plans = points[3:]
+    assert {p["name"] for p in plans} == {"plan"}
     assert all(p["measured_bytes"] <= p["budget_bytes"] for p in plans)
-    assert plans[0]["budget_bytes"] < plans[1]["budget_bytes"]
+    *beside, first, last = plans
+    assert first["budget_bytes"] < last["budget_bytes"]
+    assert all(p["budget_bytes"] == others[p["beside"]]["measured_bytes"] for p in beside)
+    assert "recompute all" in {p["beside"] for p in beside}
     assert png.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "data:image/svg+xml;base64," in text

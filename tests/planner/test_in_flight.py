@@ -24,7 +24,6 @@ from tests.planner.chains import random_chain
 from tests.planner.test_planned import Net
 from tests.support import assert_identical, grads, rand
 
-MICRO = 4
 SCHEDULES = {
     "gpipe": ["F0", "F1", "F2", "F3", "B0", "B1", "B2", "B3"],
     "1f1b": ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"],
@@ -53,8 +52,9 @@ def train(model: nn.Module, schedule: str, steps: int, step: Any) -> list[Tensor
     return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("share", [0.15, 0.6])
+@pytest.mark.parametrize(
+    ("schedule", "share"), [("gpipe", 0.15), ("1f1b", 0.6), ("accumulation", 0.15)]
+)
 def test_same_bits_within_the_budget_of_all(
     schedule: str, share: float, open_session: Opener
 ) -> None:
@@ -65,7 +65,7 @@ def test_same_bits_within_the_budget_of_all(
     plain = found.plan(1 << 40)
     assert plain.in_flight == IN_FLIGHT[schedule]
     budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
-    expected = train(Net(), schedule, 12, contextlib.nullcontext)
+    expected = train(Net(), schedule, 8, contextlib.nullcontext)
     model = Net()
     session = open_session(device="cpu", device_budget=budget)
     peaks: list[int] = []
@@ -77,7 +77,7 @@ def test_same_bits_within_the_budget_of_all(
         peaks.append(done.report.peak_live_bytes)
 
     with session.apply(model, "auto") as planned:
-        assert_identical(expected, train(model, schedule, 12, step))
+        assert_identical(expected, train(model, schedule, 8, step))
     plan = planned.plan
     assert plan is not None
     assert plan.in_flight == IN_FLIGHT[schedule]

@@ -1,11 +1,11 @@
 """The budget of device memory: what may stay, and what may come back early."""
 
-from offload.tiers.gate import Gate, Need
+from offload.tiers.gate import STRIDE, Gate, Need
 
 
 def need(**fields: int) -> Need:
-    names = ("forward_bytes", "backward_bytes", "room_bytes", "reserve_bytes", "keep_bytes")
-    return Need(**{name: fields.get(name, 0) for name in names})
+    names = ("forward_bytes", "backward_bytes", "room_bytes", "reserve_bytes")
+    return Need(**{**dict.fromkeys(names, 0), **fields})
 
 
 def test_the_largest_storage_to_come_is_that_of_its_segment() -> None:
@@ -44,3 +44,31 @@ def test_what_is_planned_to_stay_may_stay() -> None:
     assert gate.may_keep(0, 50, 0)
     assert not gate.may_keep(0, 11, 0), "more than planned, and 30 are needed later"
     assert gate.may_keep(0, 11, 1)
+
+
+def test_what_another_forward_saved_leaves_room_for_all() -> None:
+    """It stays through all of this backward, and a further forward may run before it is wanted."""
+    gate = Gate(lambda: 0)
+    gate.limit_bytes = 100
+    gate.begin(tuple(need(room_bytes=n) for n in (50, 40, 20)), STRIDE)
+    gate.at = 1
+    other, own = 2 * STRIDE + 2, STRIDE
+    assert gate.may_prefetch(own, 40, []) and not gate.may_prefetch(own, 41, [])
+    assert gate.may_prefetch(other, 20, []) and not gate.may_prefetch(other, 21, [])
+    assert gate.may_prefetch(own, 30, [(other, 10)]), "what others have early counts for it too"
+    assert not gate.may_prefetch(own, 31, [(other, 10)])
+    assert gate.may_keep(other, 1 << 40, 0), "of no need that is known"
+
+
+def test_what_a_backward_needed_no_more_is_room() -> None:
+    used = 60
+    gate = Gate(lambda: used)
+    gate.limit_bytes = 100
+    gate.begin((need(room_bytes=50), need(room_bytes=10, working_bytes=5)))
+    gate.at = 1
+    assert gate.may_prefetch(0, 35, []) and not gate.may_prefetch(0, 36, [])
+    used = 20
+    assert gate.may_prefetch(0, 75, [])
+    gate.begin((need(room_bytes=50), need(room_bytes=10)))
+    gate.at = 1
+    assert not gate.may_prefetch(0, 11, []), "computed again, what it saved is still to come"

@@ -1,0 +1,147 @@
+"""The peak that a plan predicts is the peak that is measured, byte for byte where it can be."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from offload.engines import Engine, Request, Slot, native_is_built
+from offload.engines.aio import AioEngine
+from offload.measure import activation_meter
+from offload.planner.model import Links
+from offload.planning import Measurement, measure_model
+from offload.workloads import preset
+from tests.conftest import Opener
+from tests.doubles import WrappedEngine
+from tests.support import rand
+
+RATE = 1e9  # bytes saved in a second
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class PromptEngine(WrappedEngine):
+    """What is written has been written: bytes in memory do not depend on the speed of a disk."""
+
+    def write(self, slot: Slot, offset: int) -> Request:
+        request = super().write(slot, offset)
+        request.wait()
+        return request
+
+
+def engine(directory: Path) -> Engine:
+    if native_is_built():
+        from offload.engines.native import NativeEngine
+
+        return PromptEngine(NativeEngine(str(directory), threads=1, block_bytes=1 << 20))
+    return PromptEngine(AioEngine(str(directory), threads=1, block_bytes=1 << 20))
+
+
+def timed(found: Measurement, link: float) -> Measurement:
+    """As if it had been measured on a machine where a segment's bytes leave within ``link`` times
+    its forward: the same bytes, and the same plans every time.
+    """
+    profile = found.study.profile
+    for segment in profile.segments:
+        forward = sum(segment.saved.values()) / RATE
+        segment.seconds = {
+            f"recompute+{found.slow}": (forward, 2 * forward, forward),
+            f"selective+{found.slow}": (forward, 2 * forward, 0.1 * forward),
+            found.slow: (1.01 * forward, 2.01 * forward, 0.0),
+        }
+        segment.before_seconds = 0.0
+    profile.turn_seconds = 0.0
+    profile.links = Links(disk_write=RATE / link, disk_read=RATE / link)
+    return found
+
+
+@pytest.mark.parametrize("link", [0.5, 4.0])
+@pytest.mark.parametrize("name", ["gpt-tiny", "long-tiny", "vision-tiny"])
+def test_predicted_and_measured(
+    name: str, link: float, tmp_path: Path, open_session: Opener
+) -> None:
+    workload = preset(name)
+    model = workload.build(seed=0)
+    (batch,) = workload.batches(1, seed=0)
+
+    def step() -> None:
+        model.zero_grad()
+        workload.step(model, batch).backward()
+
+    options: dict[str, Any] = {
+        "device": "cpu", "min_offload_bytes": 0, "prefetch_bytes": "256KiB",
+        "window_bytes": "256KiB",
+    }  # fmt: skip
+    found = timed(
+        measure_model(model, step, _engine=engine(tmp_path), disk_dir=tmp_path, **options), link
+    )
+    errors = []
+    for share in SHARES:
+        budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+        plan = found.plan(budget)
+        session = open_session(device_budget=budget, _engine=engine(tmp_path), **options)
+        with session.apply(model, plan):
+            for _ in range(2):  # the second is the first that knows in which order backward asks
+                with session.step():
+                    step()
+            meter = activation_meter(model, session)
+            with session.step() as done, meter:
+                step()
+        measured = max(meter.peak_bytes, done.report.peak_live_bytes)
+        assert measured <= budget
+        errors.append(measured / plan.peak_bytes - 1)
+    assert max(errors) < 0.05
+    assert sorted(map(abs, errors))[-2] < 0.05, "all but one"
+    assert min(errors) > -0.1
+
+
+class Stack(nn.Module):
+    """Blocks whose results are saved by the next one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))  # noqa: E731
+        self.blocks = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_slots_of_finished_writes_do_not_wait_for_the_next_that_leaves(
+    tmp_path: Path, open_session: Opener
+) -> None:
+    model, x = Stack(), rand(256, 64).requires_grad_()
+    session = open_session(device="cpu", _engine=engine(tmp_path))
+    rules = {"blocks.0": "disk", "blocks.*": "keep"}
+    with session.apply(model, rules), session.step() as step:
+        loss = model(x).sum()
+        assert step.report.offloaded_bytes >= 64 << 10
+        assert session.held_bytes == 0
+        loss.backward()
+
+
+def test_what_is_wanted_later_comes_while_backward_asks_for_nothing(
+    tmp_path: Path, open_session: Opener
+) -> None:
+    """The blocks of which backward asks for nothing come first in it."""
+    model = Stack()
+
+    def run() -> None:
+        model(rand(256, 64).requires_grad_()).sum().backward()
+
+    options: dict[str, Any] = {"device": "cpu", "min_offload_bytes": 0}
+    found = measure_model(model, run, _engine=engine(tmp_path), disk_dir=tmp_path, **options)
+    keep, disk = found.uniform("keep"), found.uniform("disk")
+    rows = [d if d.name == "blocks.0" else k for d, k in zip(disk.rows, keep.rows, strict=True)]
+    plan = replace(keep, rows=tuple(rows))
+    session = open_session(device_budget="1MiB", _engine=engine(tmp_path), **options)
+    with session.apply(model, plan):
+        for number in range(3):
+            with session.step() as step:
+                run()
+            assert step.report.offloaded_bytes > 0
+            if number:
+                assert step.report.misses == 0
