@@ -17,7 +17,8 @@ from offload.errors import PlanError, SegmentError
 from offload.planner.applied import Planned, budgets_of
 from offload.planner.auto import MARGIN, Auto, Study
 from offload.planner.model import Chain
-from offload.planner.plan import Plan, make_plan, uniform_choice
+from offload.planner.needs import uniform_choice
+from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution, lower_bound, solve

@@ -21,7 +21,8 @@ from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
 from offload.planner.joint import News, together
 from offload.planner.model import Chain, Links
-from offload.planner.plan import Plan, fits_under, make_plan, needs_under, uniform_choice
+from offload.planner.needs import fits_under, needs_under, uniform_choice
+from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Assignment, Clock, HostClock, Measured, Pass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from offload.errors import PlanError
-from offload.planner.model import Chain, Links, Option
+from offload.planner.model import Chain, Links
+from offload.planner.needs import laid_out, need_of, uniform_choice
 from offload.planner.predict import Walk, caps, predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
@@ -17,7 +18,7 @@ from offload.tables import FigureTable, text_of
 from offload.tiers.gate import Need
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Plan", "PlanRow", "fits_under", "make_plan", "needs_under", "uniform_choice"]
+__all__ = ["Plan", "PlanRow", "make_plan"]
 
 JSON_FORMAT = 1
 
@@ -128,7 +129,7 @@ class Plan:
     @property
     def needs(self) -> tuple[Need, ...]:
         """For the gate: entry ``2 i + 1`` is segment ``i``, those around it what lies between."""
-        return _laid_out([(bool(row.action), row.need) for row in self.rows])
+        return laid_out([(bool(row.action), row.need) for row in self.rows])
 
     @property
     def overhead(self) -> float:
@@ -260,7 +261,7 @@ def make_plan(
                 forward_seconds=segment.forward_seconds + option.forward_seconds,
                 backward_seconds=segment.backward_seconds + option.backward_seconds,
                 stall_seconds=found.forward_stalls[i] + found.backward_stalls[i],
-                need=_need(walk, entries, i, rooms[i]),
+                need=need_of(walk, entries, i, rooms[i]),
             )
         )
     again = _recompute_seconds(chain)
@@ -289,96 +290,6 @@ def make_plan(
         in_flight=chain.in_flight,
     )
     return _with_notes(made)
-
-
-def _laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
-    """Alternating: what lies between, a segment, and so on. Nothing between is no need."""
-    found: list[Need] = []
-    between = Need(0, 0, 1 << 60, 0)
-    for is_segment, need in needs:
-        if is_segment:
-            found += [between, need]
-            between = Need(0, 0, need.room_bytes, need.reserve_bytes)
-        else:
-            between = need
-    return (*found, between)
-
-
-def _uniform(profile: Profile, budgets: Budgets, action: str) -> Walk:
-    """Every segment by one action."""
-    chain = profile.chain(budgets)
-    return Walk(chain, uniform_choice(chain, action))
-
-
-def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
-    """Whether a pass in which every segment goes by this action keeps to the budgets.
-
-    What is selected is not known before it was measured: at most as much again as is saved.
-    """
-    walk = _uniform(profile, budgets, action)
-    selecting = action.startswith("selective")
-    rooms = [
-        min(walk.forward_rooms[i], walk.backward_rooms[i])
-        - (segment.saved_bytes if selecting and visit >= 0 else 0.0)
-        for i, (segment, visit) in enumerate(profile.entries())
-    ]
-    return walk.feasible and min(rooms) >= 0
-
-
-def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
-    """For the gate, while every segment goes by one action, before there is a plan."""
-    walk, entries = _uniform(profile, budgets, action), profile.entries()
-    needs = []
-    for i, (segment, visit) in enumerate(entries):
-        unknown = action.startswith("selective") and walk.options[i].action != action
-        spare = segment.saved_bytes if unknown and visit >= 0 else 0.0
-        need = _need(walk, entries, i, max(0.0, caps(walk)[i] - spare))
-        needs.append((visit >= 0, need._replace(backward_bytes=need.backward_bytes + int(spare))))
-    return _laid_out(needs)
-
-
-def _need(walk: Walk, entries: list[tuple[Any, int]], i: int, room: float) -> Need:
-    segment, option = walk.chain.segments[i], walk.options[i]
-    forward = option.present_bytes + segment.forward_bytes
-    return Need(
-        forward_bytes=int(forward),
-        backward_bytes=int(_appears(walk, i)),
-        room_bytes=int(min(room, 1 << 60)),
-        reserve_bytes=int(_reserve(walk, entries, i)),
-        # Small storages and what a later segment owns are kept here as well.
-        keep_bytes=int(option.resident_bytes + segment.forward_bytes + segment.shared_bytes),
-        working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
-    )
-
-
-def _appears(walk: Walk, i: int) -> float:
-    """Bytes that backward of ``i`` adds to what stays."""
-    segment, option = walk.chain.segments[i], walk.options[i]
-    there = 0.0 if _is_computed_again(option) else min(option.resident_bytes, segment.saved_bytes)
-    return segment.saved_bytes - there + segment.backward_bytes + option.working_bytes
-
-
-def _is_computed_again(option: Option) -> bool:
-    return option.action.startswith(("recompute", "selective"))
-
-
-def _reserve(walk: Walk, entries: list[tuple[Any, int]], i: int) -> float:
-    """The most that what follows ``i`` needs at one time, where it is not free to leave."""
-    most = stays = 0.0
-    for k in range(i + 1, len(walk.options)):
-        option, segment = walk.options[k], walk.chain.segments[k]
-        may_leave = entries[k][1] >= 0 and option.action == "keep"
-        if not may_leave:
-            forward = option.present_bytes + segment.forward_bytes
-            most = max(most, stays + max(forward, option.resident_bytes + _appears(walk, k)))
-            stays += option.resident_bytes
-    return most
-
-
-def uniform_choice(chain: Chain, action: str) -> tuple[int, ...]:
-    """The same option for every segment; the leanest for one that does not offer it."""
-    names = ([o.action for o in s.options] for s in chain.segments)
-    return tuple(n.index(action) if action in n else len(n) - 1 for n in names)
 
 
 def _recompute_seconds(chain: Chain) -> float | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment
+from offload.planner.owners import Owners
 from offload.planner.record import Clock, Pass, Visit
 
 __all__ = ["Budgets", "Profile", "SegmentProfile"]
@@ -182,7 +183,7 @@ class Profile:
         kept.
         """
         found: list[tuple[Segment, int]] = []
-        owners = _Owners(self)
+        owners = Owners(self.segments, self.after)
         waiting = 0.0  # seconds of a gap that saves nothing
         for i, s in enumerate(self.segments):
             gap_bytes = owners.gap_bytes(s.before)
@@ -196,7 +197,7 @@ class Profile:
         head = _gap("head and loss", turn / 3, owners.gap_bytes(self.after), turn * 2 / 3)
         return [*found, (head, -1)]
 
-    def _segment(self, i: int, owners: _Owners, waiting: float) -> Segment:
+    def _segment(self, i: int, owners: Owners, waiting: float) -> Segment:
         s = self.segments[i]
         seconds = self.pooled(s)
         base_forward, base_backward = _base_seconds(seconds)
@@ -217,56 +218,6 @@ class Profile:
         )
 
 
-class _Owners:
-    """Which entry of the chain each storage counts for.
-
-    What is saved outside of segments stays whatever the plan says, so it counts there. Of several
-    segments the last that saves a storage owns it; see ``Segment.shared_bytes`` for the rest.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self._segments = profile.segments
-        self._gaps: dict[int, int] = {}  # the segment that follows, by storage
-        gaps = [*(s.before for s in profile.segments), profile.after]
-        for i, gap in enumerate(gaps):
-            self._gaps.update(dict.fromkeys((k for k in gap if k not in self._gaps), i))
-        self._last: dict[int, int] = {}
-        for i, s in enumerate(profile.segments):
-            self._last.update(dict.fromkeys(s.saved, i))
-        self._seen: set[int] = set()
-
-    def gap_bytes(self, saved: dict[int, int]) -> int:
-        """Of a gap, once each."""
-        new = {k: n for k, n in saved.items() if k not in self._seen}
-        self._seen.update(new)
-        return sum(new.values())
-
-    def own(self, i: int) -> list[int]:
-        """Bytes of the storages that segment ``i`` owns, in the order they are saved."""
-        s = self._segments[i]
-        return [n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i]
-
-    def saved_bytes(self, i: int) -> int:
-        return sum(self.own(i))
-
-    def later_bytes(self, i: int) -> int:
-        """What segment ``i`` saves and what follows it owns: there while it runs, all the same."""
-        saved = self._segments[i].saved.items()
-        return sum(n for k, n in saved if self._gaps.get(k, self._last[k]) > i)
-
-    def shared_bytes(self, i: int) -> int:
-        """Of those, what the segment before saves too."""
-        if i == 0:
-            return 0
-        before, own = self._segments[i - 1].saved, self._segments[i].saved
-        return sum(
-            n for k, n in own.items() if k in before and k not in self._gaps and self._last[k] == i
-        )
-
-    def boundary(self, i: int) -> list[int]:
-        return [n for k, n in self._segments[i].boundary.items() if k not in self._gaps]
-
-
 class _Options:
     """The options of one segment."""
 
@@ -274,7 +225,7 @@ class _Options:
         self,
         profile: Profile,
         seconds: dict[str, tuple[float, float, float]],
-        owners: _Owners,
+        owners: Owners,
         number: int,
         base: tuple[float, float],
         lean_bytes: int,

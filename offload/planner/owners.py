@@ -1,0 +1,71 @@
+"""Which part of a model each saved storage counts for, where several save it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Owners"]
+
+
+class Saves(Protocol):
+    """Bytes by the number of a storage: what a segment saves, its inputs, and what lies before."""
+
+    @property
+    def saved(self) -> dict[int, int]: ...
+
+    @property
+    def boundary(self) -> dict[int, int]: ...
+
+    @property
+    def before(self) -> dict[int, int]: ...
+
+
+class Owners:
+    """Which entry of the chain each storage counts for.
+
+    What is saved outside of segments stays whatever the plan says, so it counts there. Of several
+    segments the last that saves a storage owns it; see ``Segment.shared_bytes`` for the rest.
+    """
+
+    def __init__(self, segments: Sequence[Saves], after: dict[int, int]) -> None:
+        self._segments = segments
+        self._gaps: dict[int, int] = {}  # the segment that follows, by storage
+        gaps = [*(s.before for s in segments), after]
+        for i, gap in enumerate(gaps):
+            self._gaps.update(dict.fromkeys((k for k in gap if k not in self._gaps), i))
+        self._last: dict[int, int] = {}
+        for i, s in enumerate(segments):
+            self._last.update(dict.fromkeys(s.saved, i))
+        self._seen: set[int] = set()
+
+    def gap_bytes(self, saved: dict[int, int]) -> int:
+        """Of a gap, once each."""
+        new = {k: n for k, n in saved.items() if k not in self._seen}
+        self._seen.update(new)
+        return sum(new.values())
+
+    def own(self, i: int) -> list[int]:
+        """Bytes of the storages that segment ``i`` owns, in the order they are saved."""
+        s = self._segments[i]
+        return [n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i]
+
+    def saved_bytes(self, i: int) -> int:
+        return sum(self.own(i))
+
+    def later_bytes(self, i: int) -> int:
+        """What segment ``i`` saves and what follows it owns: there while it runs, all the same."""
+        saved = self._segments[i].saved.items()
+        return sum(n for k, n in saved if self._gaps.get(k, self._last[k]) > i)
+
+    def shared_bytes(self, i: int) -> int:
+        """Of those, what the segment before saves too."""
+        if i == 0:
+            return 0
+        before, own = self._segments[i - 1].saved, self._segments[i].saved
+        return sum(
+            n for k, n in own.items() if k in before and k not in self._gaps and self._last[k] == i
+        )
+
+    def boundary(self, i: int) -> list[int]:
+        return [n for k, n in self._segments[i].boundary.items() if k not in self._gaps]
