@@ -64,10 +64,9 @@ class Planned:
                 budgets,
                 slow="disk" if tiers.common.lane.host_is_device else "host",
                 min_offload_bytes=max(1, config.min_offload_bytes),
-                events=tiers.common.trace.events,
                 solver=solver,
                 group=None if alone else agreement_on(model, ", ".join(names)),
-                links=remembered_links(tiers.common.config),
+                links=remembered_links(config),
             )
         scheme = self._fixed or self.auto
         assert scheme is not None

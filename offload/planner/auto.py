@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from offload.agreement import Agreement
@@ -28,7 +28,8 @@ from offload.planner.profile import Budgets, Profile
 from offload.planner.record import Assignment, Clock, HostClock, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
-from offload.trace import Event, merged, total_ns
+from offload.report.counters import LaneCounters
+from offload.trace import merged, total_ns
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["MARGIN", "Auto", "Fixed", "Study"]
@@ -110,7 +111,6 @@ class Auto:
         budgets: what a plan may use.
         slow: the tier next to the device.
         min_offload_bytes: what is smaller stays.
-        events: what was transferred, newest last.
         solver, solver_seconds: see ``solve``.
         links: rates of ways over which the measured steps send nothing.
         group: the ranks that share the model. They decide together, when a step begins; see Note:
@@ -123,7 +123,6 @@ class Auto:
         *,
         slow: str,
         min_offload_bytes: int,
-        events: Callable[[], Iterable[Event]],
         solver: str = "search",
         solver_seconds: float = 30.0,
         links: Links | None = None,
@@ -134,7 +133,6 @@ class Auto:
         self.newest: Study | None = None
         self._slow = slow
         self._least = min_offload_bytes
-        self._events = events
         self.clock: Clock = HostClock()  # the controller's
         self._solver, self._solver_seconds = solver, solver_seconds
         self._given = links or Links()
@@ -293,8 +291,7 @@ class Auto:
 
     def _rates(self, counters: Counters, known: Links) -> Links:
         """Of this step's transfers."""
-        new = [e for e in self._events() if e.start_ns >= counters.started_ns]
-        return _links(new, known, self._given)
+        return _links(counters.lanes, known, self._given)
 
     def replan(self, study: Study, signature: str) -> None:
         """Make the plan from what is known now."""
@@ -389,22 +386,19 @@ def _measured(done: Pass, counters: Counters, clock: Clock) -> Measured:
     )
 
 
-def _links(events: Iterable[Event], known: Links, given: Links) -> Links:
+def _links(lanes: Mapping[str, LaneCounters], known: Links, given: Links) -> Links:
     """Bytes a second of each way, while it was busy: where there is enough to tell, else what is
     known, else what is given.
     """
     names = {
         "link_out": "offload", "link_in": "reload", "disk_write": "spill", "disk_read": "fetch",
     }  # fmt: skip
-    listed = list(events)
     rates: dict[str, float | None] = {}
     for way, name in names.items():
-        own = [e for e in listed if e.name == name and e.end_ns > e.start_ns]
-        moved = sum(e.nbytes for e in own)
-        busy_ns = total_ns(merged((e.start_ns, e.end_ns) for e in own))
-        measured = moved / busy_ns * 1e9 if busy_ns else None
-        old = getattr(known, way)
-        other = old or getattr(given, way)
-        enough = measured is not None and (moved >= _LEAST_BYTES or other is None)
+        figures = lanes[name]
+        busy_ns = total_ns(merged(figures.intervals))
+        measured = figures.nbytes / busy_ns * 1e9 if busy_ns else None
+        other = getattr(known, way) or getattr(given, way)
+        enough = measured is not None and (figures.nbytes >= _LEAST_BYTES or other is None)
         rates[way] = measured if enough else other
     return Links(**rates)

@@ -94,6 +94,7 @@ class Profile:
         self.slow = slow
         self.min_offload_bytes = min_offload_bytes
         self.base_bytes = 0
+        self._full_bytes = math.inf  # with all gradients
         self.segments: list[SegmentProfile] = []
         self.after: dict[int, int] = {}
         self.turn_seconds = math.inf
@@ -116,7 +117,9 @@ class Profile:
         self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times(clock)
         if done.start_bytes:
-            self.base_bytes = done.start_bytes
+            # The least: what the step before still had on its way out is not of the model.
+            self._full_bytes = min(self._full_bytes, done.start_bytes + done.gradient_bytes)
+            self.base_bytes = int(self._full_bytes) - done.gradient_bytes
             self._add_gradients(done)
         for known, visit, (before, *seconds) in zip(segments, done.visits, rows, strict=True):
             known.before_seconds = min(known.before_seconds, before)

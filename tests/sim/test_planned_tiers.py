@@ -19,7 +19,7 @@ from offload.probe.profile import MachineProfile, save_profile
 from tests.support import assert_identical
 
 ROWS, WIDTH, STEPS = 512, 64, 10
-HOST_BYTES = 2 << 20  # less than two segments save
+HOST_BYTES = 9 << 19  # for what measured steps send there, not for all that a plan would
 
 
 @pytest.fixture
@@ -64,10 +64,12 @@ def train(m: nn.Module, x: Tensor, step: Any, steps: int) -> list[Tensor]:
 def budget_of(share: float, tmp_path: Path) -> int:
     """Of what lies between the least that any plan needs and all that is saved."""
     m, x = model().to("sim"), data().to("sim")
-    found = measure_model(
-        m, lambda: m(x).square().mean().backward(),
-        device="sim", disk_dir=tmp_path, min_offload_bytes=0,
-    )  # fmt: skip
+
+    def step() -> None:
+        m(x).square().mean().backward()
+        torch.accelerator.synchronize()
+
+    found = measure_model(m, step, device="sim", disk_dir=tmp_path, min_offload_bytes=0)
     return int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
 
 
@@ -79,21 +81,23 @@ class Run:
         self.budget = budget_of(share, tmp_path)
         self.reports: list[offload.StepReport] = []
         self.peaks: list[int] = []
+        self.plans: list[offload.Plan | None] = []  # that were in force
         m, x = model().to("sim"), data().to("sim")
         with (
             session_on_sim(str(tmp_path), device_budget=self.budget, **options) as self.session,
-            self.session.apply(m, "auto") as planned,
+            self.session.apply(m, "auto") as self.planned,
         ):
             assert_identical(expected, train(m, x, self.step, STEPS))
-        assert planned.plan is not None
-        self.plan = planned.plan
-        del self.session
+        assert self.planned.plan is not None
+        self.plan = self.planned.plan
+        del self.session, self.planned
         assert simdev.races() == []
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
+        self.plans.append(self.planned.plan)
         with self.session.step() as done:
             yield
         torch.accelerator.synchronize()
@@ -106,11 +110,16 @@ def test_beyond_host_memory_the_disk_is_used_where_its_rates_are_known(
 ) -> None:
     set_link(2e9)
     remember(2e9)
-    run = Run(tmp_path, 0.3, host_budget=HOST_BYTES)
+    run = Run(tmp_path, 0.1, host_budget=HOST_BYTES)
     assert run.plan.links.disk_write == run.plan.links.disk_read == 2e9
-    assert any("disk" in action for action in run.plan.actions.values())
-    assert run.plan.written_bytes > 0
-    assert run.reports[-1].written_bytes == pytest.approx(run.plan.written_bytes, rel=0.05)
+    first = next(i for i, plan in enumerate(run.plans) if plan is not None)
+    plan = run.plans[first]
+    assert plan is not None
+    assert any("disk" in action for action in plan.actions.values())
+    assert plan.written_bytes > 0
+    # Where host memory is nearly full, pieces of it make some of what rests there go on as well.
+    written_bytes = run.reports[first].written_bytes
+    assert plan.written_bytes <= written_bytes <= 1.25 * plan.written_bytes
     assert max(r.peak_arena_bytes for r in run.reports) <= HOST_BYTES
     assert max(run.peaks[-2:]) <= run.budget
 
@@ -119,7 +128,7 @@ def test_a_disk_of_unknown_speed_is_not_planned_with(
     remember: Callable[[float], None], tmp_path: Path
 ) -> None:
     set_link(2e9)
-    run = Run(tmp_path, 0.3, host_budget=HOST_BYTES)
+    run = Run(tmp_path, 0.1, host_budget=HOST_BYTES)
     assert run.plan.links.disk_write is None
     assert not any("disk" in action for action in run.plan.actions.values())
     assert run.reports[-1].written_bytes == 0
