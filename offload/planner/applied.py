@@ -8,23 +8,21 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from offload.agreement import agreement_on
-from offload.config import Config
 from offload.errors import PlanError
 from offload.hooks import Hooks
 from offload.planner.auto import Auto, Fixed
 from offload.planner.control import Controller
-from offload.planner.model import Links
 from offload.planner.plan import Plan
 from offload.planner.profile import Budgets
+from offload.planner.rates import remembered_links
 from offload.planner.record import Measured
 from offload.planner.segments import find_segments
-from offload.probe.profile import load_profile
 from offload.report import Counters
 from offload.tables import FigureTable, text_of
 from offload.tiers import Tiers
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Planned", "budgets_of", "remembered_links"]
+__all__ = ["Planned", "budgets_of"]
 
 _NEWEST = 5  # measured steps that a comparison is made from
 
@@ -184,20 +182,4 @@ def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
         disk_bytes=free_bytes,
         window_bytes=tiers.outbound.window.limit_bytes,
         prefetch_bytes=config.prefetch_bytes,
-    )
-
-
-def remembered_links(config: Config) -> Links:
-    """The rates that ``offload probe`` has found on this machine, for ways over which the measured
-    steps send nothing. Nothing is measured here: without a probe they are not known.
-    """
-    profile = load_profile(config)
-    if profile is None:
-        return Links()
-    profile = profile.at(config.io_threads, config.io_block_bytes)
-    return Links(
-        link_out=profile.link_out_bytes_per_s,
-        link_in=profile.link_in_bytes_per_s,
-        disk_write=profile.disk_write_bytes_per_s,
-        disk_read=profile.disk_read_bytes_per_s,
     )

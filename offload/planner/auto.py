@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from offload.agreement import Agreement
@@ -25,10 +25,10 @@ from offload.planner.needs import fits_under, needs_under, uniform_choice
 from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets, Profile
+from offload.planner.rates import measured_links
 from offload.planner.record import Assignment, Clock, HostClock, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
-from offload.report.counters import LaneCounters
 from offload.trace import merged, total_ns
 from offload.units import format_bytes, format_seconds
 
@@ -41,7 +41,6 @@ _REPLANS = 5  # for one shape
 _WAITING = 0.05  # of a pass, beyond the predicted stalls
 MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
 _SLOWER = 1.05  # than everything recomputed: then that
-_LEAST_BYTES = 1 << 20  # of transfers, to tell a rate from
 _SELDOM = 16  # steps from one decision of several ranks to the next, once a plan has proved itself
 
 
@@ -291,7 +290,7 @@ class Auto:
 
     def _rates(self, counters: Counters, known: Links) -> Links:
         """Of this step's transfers."""
-        return _links(counters.lanes, known, self._given)
+        return measured_links(counters.lanes, known, self._given)
 
     def replan(self, study: Study, signature: str) -> None:
         """Make the plan from what is known now."""
@@ -384,21 +383,3 @@ def _measured(done: Pass, counters: Counters, clock: Clock) -> Measured:
         moved_bytes=counters.offloaded_bytes,
         transfer_seconds=total_ns(merged(counters.transfers)) / 1e9,
     )
-
-
-def _links(lanes: Mapping[str, LaneCounters], known: Links, given: Links) -> Links:
-    """Bytes a second of each way, while it was busy: where there is enough to tell, else what is
-    known, else what is given.
-    """
-    names = {
-        "link_out": "offload", "link_in": "reload", "disk_write": "spill", "disk_read": "fetch",
-    }  # fmt: skip
-    rates: dict[str, float | None] = {}
-    for way, name in names.items():
-        figures = lanes[name]
-        busy_ns = total_ns(merged(figures.intervals))
-        measured = figures.nbytes / busy_ns * 1e9 if busy_ns else None
-        other = getattr(known, way) or getattr(given, way)
-        enough = measured is not None and (figures.nbytes >= _LEAST_BYTES or other is None)
-        rates[way] = measured if enough else other
-    return Links(**rates)

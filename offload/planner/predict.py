@@ -215,6 +215,7 @@ class _Ahead:
         self._rooms = caps(walk)
         self._limit = walk.chain.prefetch_bytes
         self._early = [0.0] * len(walk.options)  # bytes of each segment
+        self._at_hand = 0.0  # what was asked for last, which leaves less for what comes early
         self._upcoming = deque(
             (i, n) for i in reversed(range(len(walk.options))) for n in asks(walk.options[i])
         )
@@ -231,7 +232,8 @@ class _Ahead:
         while self._upcoming:
             i, n = self._upcoming[0]
             there = self.nbytes
-            if (there and there + n > self._limit) or not self._limit or there + n > room:
+            limit = self._limit - self._at_hand
+            if (there and there + n > limit) or not self._limit or there + n > room:
                 return
             if any(sum(self._early[:k]) + n > self._rooms[k] for k in range(i + 1, at)):
                 return
@@ -240,6 +242,7 @@ class _Ahead:
 
     def ask(self, i: int, nbytes: float) -> None:
         """Backward wants the next of segment ``i``."""
+        self._at_hand = nbytes
         if self._early[i] > 0:
             self._early[i] = max(0.0, self._early[i] - nbytes)
         else:

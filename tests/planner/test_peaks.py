@@ -92,8 +92,8 @@ def test_predicted_and_measured(
         assert measured <= budget
         errors.append(measured / plan.peak_bytes - 1)
     assert max(errors) < 0.05
-    assert sorted(map(abs, errors))[-2] < 0.05, "all but one"
-    assert min(errors) > -0.1
+    assert min(errors) > -0.1, "what is selected is not all there at one time"
+    assert sorted(map(abs, errors))[len(errors) // 2] < 0.03
 
 
 class Stack(nn.Module):
