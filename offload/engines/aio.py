@@ -296,23 +296,27 @@ async def _work(inbox: _Inbox, fd: int, block_bytes: int) -> None:
         if request is None:
             inbox.put(None, _WRITE + 1)  # for the next worker
             return
-        slot = request.slot
-        if slot is None or not request.take():  # cancelled, or done already under another priority
-            continue
-        request.start_ns = time.perf_counter_ns()
-        error: OSError | None = None
-        try:
-            await _transfer(
-                fd, slot.padded, request.offset, write=request.is_write, block_bytes=block_bytes
-            )
-            if request.checksum is not None and zlib.crc32(slot.view) != request.checksum:
-                error = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
-        except OSError as e:
-            error = e
-        del slot  # before the waiter wakes: it may look at who still holds the memory
-        request.end_ns = time.perf_counter_ns()
-        request.complete(error)
+        await _carry_out(request, fd, block_bytes)
         del request  # not until the next one comes
+
+
+async def _carry_out(request: AioRequest, fd: int, block_bytes: int) -> None:
+    slot = request.slot
+    if slot is None or not request.take():  # cancelled, or met already under another priority
+        return
+    request.start_ns = time.perf_counter_ns()
+    error: OSError | None = None
+    try:
+        await _transfer(
+            fd, slot.padded, request.offset, write=request.is_write, block_bytes=block_bytes
+        )
+        if request.checksum is not None and zlib.crc32(slot.view) != request.checksum:
+            error = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+    except OSError as e:
+        error = e
+    del slot  # before the waiter wakes: it may look at who still holds the memory
+    request.end_ns = time.perf_counter_ns()
+    request.complete(error)
 
 
 async def _transfer(

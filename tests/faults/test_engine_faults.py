@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import offload
 from offload.engines import Engine, open_engine
+from offload.engines.aio import AioEngine
 from offload.errors import OffloadWarning, StorageError
+from tests.conftest import wait_until
 from tests.doubles import EngineWithoutRoom, FailedRequest, FaultyEngine, LazyEngine
 from tests.support import chain, drain, in_threads, rand
 
@@ -337,6 +339,25 @@ def test_slow_reads_are_late_and_right(open_session, real_engine: Engine) -> Non
     assert (step.report.misses, step.report.lates, step.report.hits) == (1, 7, 0)
     assert [r.promoted for r in lazy.requests] == [False] + [True] * 7
     assert step.report.stall_seconds > 0
+
+
+def test_a_request_that_two_workers_meet_is_let_go_of(tmp_path: Any) -> None:
+    """One that was promoted stands in the queue twice, and may be under way at the second time."""
+    engine = AioEngine(os.fspath(tmp_path), threads=2, block_bytes=4096)
+    arena = engine.arena(1 << 20)
+    slot = arena.allocate(1 << 20)
+    assert slot is not None
+    engine.write(slot, 0).wait()
+    may_go_on = threading.Event()
+    engine._inbox.loop.call_soon_threadsafe(may_go_on.wait)  # until both are in the queue
+    request = engine.read(slot, 0, urgent=False, checksum=None)
+    request.promote()
+    may_go_on.set()
+    request.wait()
+    del slot, request
+    wait_until(lambda: arena.used_bytes == 0)
+    assert arena.used_bytes == 0
+    engine.close()
 
 
 def test_no_host_memory(open_session, real_engine: Engine) -> None:
