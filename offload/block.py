@@ -57,6 +57,7 @@ def _weak(storage: torch.UntypedStorage) -> _StorageWeakRef:
 
 
 _block_ids = itertools.count()
+_FEW_TICKETS = 16
 
 
 @functools.cache
@@ -115,7 +116,7 @@ class Ticket:
         self.served = 0  # the block's generation that this ticket was last served from
         self.tape: object = None  # the forward it belongs to and its place there: the prefetcher's
         self.ordinal = 0
-        block.tickets.append(weakref.ref(self))
+        block.claim(self)
 
 
 class Block:
@@ -128,6 +129,8 @@ class Block:
         "_device",
         "_device_ref",
         "_origin",
+        "_prune_at",
+        "_served",
         "_source_address",
         "checksum",
         "copied",
@@ -164,6 +167,8 @@ class Block:
         self.state = State.LIVE
         self.witness = witness
         self.tickets: list[weakref.ref[Ticket]] = []
+        self._served = 0  # of those, from the first: dead, or served from this generation
+        self._prune_at = _FEW_TICKETS
         self.generation = 0  # counts reloads
         self.slot: Slot | None = None
         self.extent: Extent | None = None
@@ -302,6 +307,7 @@ class Block:
         )
         self._device_ref = _weak(self._device)
         self.generation += 1
+        self._prune()
 
     def release_slot(self) -> None:
         """HOST -> DISK: the bytes came from there and are there still."""
@@ -358,10 +364,32 @@ class Block:
             return storage  # the original is the only copy, and autograd has ordered its streams
         if storage._cdata == self._device_ref.cdata != self._origin.cdata:
             lane.before_use(storage, self._arrived, lambda: self.about(ticket))
-        self.tickets = [r for r in self.tickets if r() is not None]
-        if all(t is None or t.served == self.generation for t in (r() for r in self.tickets)):
+        if self._all_served():
             self._device = None
         return storage
+
+    def claim(self, ticket: Ticket) -> None:
+        """Count ``ticket`` among those that are to be served."""
+        if len(self.tickets) >= self._prune_at:
+            self._prune()
+        self.tickets.append(weakref.ref(ticket))
+
+    def _prune(self) -> None:
+        """Forget dead tickets. Seldom enough to cost nothing for each of many."""
+        self.tickets = [r for r in self.tickets if r() is not None]
+        self._prune_at = max(_FEW_TICKETS, 2 * len(self.tickets))
+        self._served = 0
+
+    def _all_served(self) -> bool:
+        """Whether no living ticket waits for this generation. It goes on where it last stopped:
+        of ten thousand views of one storage each is served.
+        """
+        while self._served < len(self.tickets):
+            ticket = self.tickets[self._served]()
+            if ticket is not None and ticket.served != self.generation:
+                return False
+            self._served += 1
+        return True
 
     def _expect(self, *states: State) -> None:
         if self.state not in states:

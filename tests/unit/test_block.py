@@ -1,7 +1,9 @@
 """Every state of a block against every method: the table in block.py, and nothing else."""
 
 import errno
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -199,6 +201,45 @@ def test_a_dead_ticket_is_not_waited_for(rig: Rig) -> None:
     del second
     rig.block.serve(rig.lane, rig.ticket)
     assert rig.block._device is None
+
+
+def test_dead_tickets_do_not_pile_up(rig: Rig) -> None:
+    """One graph may keep a tensor that every step saves again."""
+    for _ in range(1000):
+        Ticket(rig.block, rig.layout, rig.witness)
+    assert len(rig.block.tickets) < 100
+    rig.to("HOST_AND_DISK").call("reload")
+    assert len(rig.block.tickets) == 1
+
+
+def test_serving_costs_the_same_among_many_tickets(rig: Rig) -> None:
+    """The slices of one tensor, one for each step of time."""
+    rig.to("HOST_AND_DISK")
+
+    def lines_to_serve(count: int) -> int:
+        tickets = [Ticket(rig.block, rig.layout, rig.witness) for _ in range(count)]
+        rig.call("reload")
+        held = [rig.block.resident()]
+        run = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal run
+            run += frame.f_code.co_filename.endswith("block.py") and event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            rig.block.serve(rig.lane, rig.ticket)
+            while tickets:
+                rig.block.serve(rig.lane, tickets.pop())
+        finally:
+            sys.settrace(before)
+        assert rig.block._device is None
+        del held
+        return run
+
+    assert lines_to_serve(400) < 5 * lines_to_serve(100)
 
 
 def test_a_copy_that_somebody_holds_is_found_again(rig: Rig) -> None:
