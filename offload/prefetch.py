@@ -32,6 +32,7 @@ from offload.tiers import Tiers
 
 MAX_FORWARDS = 256  # that one recording covers
 _MAX_DEFERRED = 64
+_MAX_LOOKED_AT = 128  # in one go; the next request goes on from there
 _Place = tuple[int, int]  # number of the tape in the step, ordinal of the ticket on the tape
 _Request = tuple[_Place, int]  # that place for the n-th time, counted from 0
 _Deferred = deque[tuple[weakref.ref[Ticket], _Request]]
@@ -193,7 +194,8 @@ class Prefetcher:
     def _predicted(self, tape: Tape) -> Iterator[Ticket]:
         """Tickets of one forward, in the order that follows from its nodes."""
         order = tape.order()
-        while self._cursor < len(order):
+        end = min(len(order), self._cursor + _MAX_LOOKED_AT)
+        while self._cursor < end:
             self._cursor += 1
             ticket = tape.ticket(order[self._cursor - 1])
             if ticket is not None:
@@ -202,7 +204,8 @@ class Prefetcher:
     def _recorded(self) -> Iterator[Ticket]:
         """Tickets in the order of the recorded step, up to a forward that is not complete."""
         order = self._recording.order
-        while self._cursor < len(order):
+        end = min(len(order), self._cursor + _MAX_LOOKED_AT)
+        while self._cursor < end:
             (number, ordinal), _ = request = order[self._cursor]
             if number >= len(self._tapes):
                 return

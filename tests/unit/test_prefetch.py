@@ -1,13 +1,16 @@
 """The predicted order against the order autograd really asks in, and what that saves."""
 
+import sys
 from collections import deque
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.prefetch import Prefetcher
+from offload.prefetch import Prefetcher, Tape
 from tests.doubles import LazyEngine
 from tests.support import chain, drain, ints, net, rand
 
@@ -303,3 +306,28 @@ def test_one_long_step_does_not_pile_up(open_session, any_engine: str) -> None:
             chain(x, 2).backward()
     assert len(prefetcher._tapes) < 300
     assert len(prefetcher._asked) < 600
+
+
+def test_many_small_backwards_look_at_a_bounded_number_each(open_session, any_engine: str) -> None:
+    """Each begins a walk of its own, past all that is there already, or that has been used up."""
+    session = open_session(engine=any_engine, **AMPLE)
+    looked_at = [0]
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is Prefetcher.asked.__code__:
+            looked_at.append(0)
+        elif event == "call" and frame.f_code is Tape.ticket.__code__:
+            looked_at[-1] += 1
+
+    for _ in range(2):  # in the predicted order, and in one that was learned
+        x = rand(16).requires_grad_()
+        with session.step():
+            losses = [(x * i).sin().sum() for i in range(400)]
+            sys.setprofile(count)
+            try:
+                for loss in losses:
+                    loss.backward()
+            finally:
+                sys.setprofile(None)
+    assert len(looked_at) > 800
+    assert max(looked_at) <= 128
