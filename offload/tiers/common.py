@@ -45,6 +45,10 @@ class Common:
         )
         return torch.accelerator.memory_allocated(index)
 
+    def window_bytes(self, nbytes: int) -> int:
+        """What a storage takes of a window: its slot, where the device's memory is host memory."""
+        return self.host.padded_bytes(nbytes) if self.lane.host_is_device else nbytes
+
     def fail(self, error: StorageError) -> None:
         """Note the step's first failure of the disk; nothing more is sent there until the next."""
         if self.error is None:

@@ -34,7 +34,8 @@ class Inbound:
 
     def use(self, nbytes: int) -> None:
         """The computation has so many bytes at hand now, which leaves less for what comes early."""
-        self.ahead.limit_bytes = max(0, self._common.config.prefetch_bytes - nbytes)
+        in_use_bytes = self._common.window_bytes(nbytes)
+        self.ahead.limit_bytes = max(0, self._common.config.prefetch_bytes - in_use_bytes)
 
     def prefetch(self, block: Block) -> bool:
         """Start bringing ``block`` back, unless it is there or on its way; False if there is no
@@ -75,7 +76,8 @@ class Inbound:
         while self._guesses and not _is_early(self._guesses[0]()):
             self._guesses.popleft()
         allowed = self._common.config.prefetch_bytes > 0
-        return self.ahead.reserve(nbytes, alone=True) if allowed else None
+        window_bytes = self._common.window_bytes(nbytes)
+        return self.ahead.reserve(window_bytes, alone=True) if allowed else None
 
     def early(self) -> Iterator[tuple[int, int]]:
         """Segment and bytes of what was brought back and not asked for yet."""

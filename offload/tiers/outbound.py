@@ -247,7 +247,7 @@ class Outbound:
     def _room_now(self, nbytes: int) -> tuple[Slot, Reservation] | None:
         """The same without a wait of the host: where copies are under way, the device waits."""
         while True:
-            hold = self.window.reserve(nbytes, alone=True)
+            hold = self.window.reserve(self._common.window_bytes(nbytes), alone=True)
             slot = self._common.host.slot(nbytes) if hold is not None else None
             if hold is not None and slot is not None:
                 return slot, hold

@@ -178,8 +178,8 @@ def test_forwards_between_backwards_are_learned(
 @pytest.mark.parametrize("depth", [1, 3])
 def test_forwards_in_flight_share_one_window(open_session, any_engine: str, depth: int) -> None:
     """Looking ahead into the next backward takes no more memory, and reads nothing twice."""
-    nbytes = 48 * 48 * 8
-    options = {"window_bytes": "8MiB", "prefetch_bytes": 4 * nbytes}
+    slot_bytes = 5 * 4096  # for 48 * 48 doubles
+    options = {"window_bytes": "8MiB", "prefetch_bytes": 4 * slot_bytes}
     session = open_session(engine=any_engine, **options)
     x = ints(48, 48).requires_grad_()
     pipeline(session, x, depth)
@@ -187,7 +187,7 @@ def test_forwards_in_flight_share_one_window(open_session, any_engine: str, dept
         report = pipeline(session, x, depth)
         assert report.misses == 0
         assert report.read_bytes <= report.written_bytes
-    assert session._tiers.inbound.ahead.peak_bytes == 3 * nbytes  # beside the one in use
+    assert session._tiers.inbound.ahead.peak_bytes == 3 * slot_bytes  # beside the one in use
 
 
 def test_saved_tensors_asked_for_twice_are_learned(open_session, any_engine: str) -> None:
@@ -331,3 +331,21 @@ def test_many_small_backwards_look_at_a_bounded_number_each(open_session, any_en
                 sys.setprofile(None)
     assert len(looked_at) > 800
     assert max(looked_at) <= 128
+
+
+def test_small_tensors_take_whole_slots_of_the_windows(open_session, any_engine: str) -> None:
+    """A slot is a page at least: that is what the windows count."""
+    page_bytes = 4096
+    session = open_session(
+        engine=any_engine, window_bytes=2 * page_bytes, prefetch_bytes=4 * page_bytes
+    )
+    x = rand(16).requires_grad_()
+    for _ in range(2):
+        with session.step() as step:
+            loss = chain(x * 1, 100)
+            drain(session)
+            loss.backward()
+        assert torch.equal(torch.autograd.grad(chain(x * 1, 100), x)[0], x.grad)
+        x.grad = None
+        # The windows, and what the operators at work have asked for.
+        assert 0 < step.report.peak_arena_bytes <= (2 + 4 + 2) * page_bytes
