@@ -1,6 +1,5 @@
 """Budget: a byte ledger with a hard limit. A reservation lasts as long as its object."""
 
-import weakref
 from collections import deque
 
 
@@ -11,7 +10,7 @@ class Reservation:
     death only appends to a queue; the ledger is settled by the next call that looks at it.
     """
 
-    __slots__ = ("__weakref__", "_returned", "nbytes")
+    __slots__ = ("_returned", "nbytes")
 
     def __init__(self, nbytes: int, returned: "deque[int]") -> None:
         self.nbytes = nbytes
@@ -40,7 +39,6 @@ class Budget:
         self.peak_bytes = 0
         self._used_bytes = 0
         self._returned: deque[int] = deque()
-        self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     @property
     def used_bytes(self) -> int:
@@ -61,17 +59,8 @@ class Budget:
         if used + nbytes > self.limit_bytes and not (alone and used == 0):
             return None
         reservation = Reservation(0, self._returned)
-        self._reservations.add(reservation)
         # No call between these two, so that an interrupt finds both done or none.
         self._used_bytes = used + nbytes
         reservation.nbytes = nbytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         return reservation
-
-    def recount(self) -> None:
-        """Count what is reserved anew. An interrupt that comes while a reservation dies is dropped
-        by Python, and with it what the death had to tell.
-        """
-        alive = list(self._reservations)  # none of them dies meanwhile
-        self._returned.clear()
-        self._used_bytes = sum(reservation.nbytes for reservation in alive)

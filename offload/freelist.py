@@ -1,7 +1,6 @@
 """FreeList: which ranges of one linear space are free. First fit, lowest first, merged."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 
 
 class FreeList:
@@ -61,16 +60,6 @@ class FreeList:
         else:
             self._offsets.insert(i, offset)
             self._lengths.insert(i, nbytes)
-
-    def free_all_but(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Take back everything but ``ranges``, each an offset and bytes, which are in use."""
-        self._offsets, self._lengths, end = [], [], 0
-        for offset, nbytes in [*sorted(ranges), (self.size_bytes, 0)]:
-            if offset > end:
-                self._offsets.append(end)
-                self._lengths.append(offset - end)
-            end = offset + nbytes
-        self.free_bytes = sum(self._lengths)
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` free bytes at the end."""

@@ -90,7 +90,7 @@ class Hooks:
     @property
     def live_blocks(self) -> int:
         """Blocks that some graph still holds."""
-        return sum(1 for _ in self._blocks.values())  # its length may count dead ones
+        return len(self._blocks)
 
     def wait_for_autograd(self) -> None:
         """On an accelerator a thread of autograd's runs backward, and lets go of its last graph

@@ -3,7 +3,6 @@
 import errno as errno_codes
 import os
 import shutil
-import weakref
 from collections import deque
 
 from offload.budget import Budget, Reservation
@@ -25,7 +24,7 @@ class Extent:
     settles.
     """
 
-    __slots__ = ("__weakref__", "_reservation", "_returned", "nbytes", "offset")
+    __slots__ = ("_reservation", "_returned", "nbytes", "offset")
 
     def __init__(
         self, offset: int, nbytes: int, reservation: Reservation, returned: "deque[tuple[int, int]]"
@@ -52,14 +51,6 @@ class DiskStore:
         self._engine = engine
         self._free = FreeList()
         self._returned: deque[tuple[int, int]] = deque()
-        self._extents: weakref.WeakSet[Extent] = weakref.WeakSet()
-
-    def recount(self) -> None:
-        """Find out anew what is free; see ``Budget.recount``."""
-        self.budget.recount()
-        alive = list(self._extents)
-        self._returned.clear()
-        self._free.free_all_but((extent.offset, extent.nbytes) for extent in alive)
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Space for ``nbytes``, or ``None`` where the disk budget leaves no room for it.
@@ -80,9 +71,7 @@ class DiskStore:
             offset is None
         ):  # room in all, but in pieces, and the file may not grow beyond the budget
             return None
-        extent = Extent(offset, nbytes, reservation, self._returned)
-        self._extents.add(extent)
-        return extent
+        return Extent(offset, nbytes, reservation, self._returned)
 
     def _grow(self, lacking_bytes: int) -> bool:
         """Make the file larger by what is lacking, better by a segment; False beyond the budget."""

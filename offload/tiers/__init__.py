@@ -110,8 +110,6 @@ class Tiers:
         if self.in_child:
             return
         self.outbound.forget_dead()
-        for ledger in (self.outbound.window, self.inbound.ahead, self.disk.store):
-            ledger.recount()
         self.disk.store.budget.peak_bytes = self.disk.store.budget.used_bytes
         self.inbound.drop_guesses()
         counters.peak_device_bytes = self._allocator.begin()

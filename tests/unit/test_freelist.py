@@ -70,16 +70,3 @@ def test_given_back_twice_or_from_outside(offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="is not in use: given back twice"):
         free.give(offset, nbytes)
     assert before == (list(free._offsets), list(free._lengths), free.free_bytes)
-
-
-@given(pieces=st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=20))
-def test_free_all_but(pieces: list[tuple[int, bool]]) -> None:
-    model = [kept for nbytes, kept in pieces for _ in range(nbytes)]
-    free, in_use, offset = FreeList(len(model)), [], 0
-    for nbytes, kept in pieces:
-        if kept:
-            in_use.append((offset, nbytes))
-        offset += nbytes
-    free.free_all_but(reversed(in_use))
-    assert list(zip(free._offsets, free._lengths, strict=True)) == runs([not k for k in model])
-    assert free.free_bytes == model.count(False)

@@ -20,8 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import offload
 from offload.budget import Budget
-from offload.engines import Engine
-from offload.store import SEGMENT_BYTES, DiskStore
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
 
@@ -171,61 +169,6 @@ def test_an_interrupt_of_a_reservation() -> None:
         assert budget.used_bytes == 0, interrupt.where
 
     assert every_interrupt(("/offload/budget.py",), run) > 4
-
-
-def test_an_interrupt_of_an_extent(real_engine: Engine) -> None:
-    """The space that it was to have is found again, wherever in the books it comes."""
-
-    def run(interrupt: Interrupt) -> None:
-        store = DiskStore(real_engine, "/tmp", None)
-        kept = store.allocate(5000)
-        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
-            store.allocate(5000)
-            store.allocate(5000)
-        store.recount()
-        assert kept is not None
-        assert store.budget.used_bytes == kept.nbytes == 8192, interrupt.where
-        extent = store.allocate(SEGMENT_BYTES - 8192)
-        assert extent is not None
-        assert extent.offset == 8192, interrupt.where
-
-    within = ("/offload/store.py", "/offload/budget.py", "/offload/freelist.py")
-    assert every_interrupt(within, run) > 10
-
-
-def test_interrupts_while_things_die(open_session: Opener, monkeypatch: Any) -> None:
-    """Python drops them, and with them what the deaths had to tell."""
-    session = open_session(window_bytes="8KiB", prefetch_bytes="8KiB")
-    model, x = net(), rand(8, 16)
-    dropped = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
-
-    def interrupt(frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code.co_name == "__del__" and "/offload/" in frame.f_code.co_filename:
-            raise KeyboardInterrupt
-
-    for _ in range(5):
-        with session.step():
-            loss = model(x).sum()
-            session.drain()
-            sys.setprofile(interrupt)
-            try:
-                loss.backward()
-                del loss
-            finally:
-                sys.setprofile(None)
-    assert KeyboardInterrupt in dropped
-    gc.collect()
-    session.drain()
-    with session.step():
-        pass
-    tiers = session._tiers
-    assert tiers.outbound.window.used_bytes == 0
-    assert tiers.inbound.ahead.used_bytes == 0
-    assert tiers.disk.store.budget.used_bytes == 0
-    whole = tiers.disk.store.allocate(SEGMENT_BYTES)
-    assert whole is not None
-    assert whole.offset == 0
 
 
 @pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
