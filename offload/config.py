@@ -195,7 +195,7 @@ class Config:
     device_budget: int | None = field(default=None, converter=_to_device_budget)
     min_offload_bytes: int = _size(1 * MiB)
     window_bytes: int = _size(32 * MiB)
-    prefetch_bytes: int = _size(80 * MiB)
+    prefetch_bytes: int = _size(68 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
     trim_bytes: int | None = _size(None)
     verify: bool = field(default=False, validator=_one_of(True, False))
