@@ -197,7 +197,7 @@ def run_rounds(task: Task, modes: list[str], rounds: int, console: Console) -> R
 
 
 def _parse_modes(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-    modes = value.split(",")
+    modes = list(MODES) if value == "all" else value.split(",")
     for mode in modes:
         if mode not in MODES:
             raise click.BadParameter(f"{mode!r} is none of {', '.join(MODES)}")
@@ -208,7 +208,7 @@ def _parse_modes(_: click.Context, __: click.Parameter, value: str) -> list[str]
 
 @click.command(epilog="Modes: " + "; ".join(f"{mode}: {what}" for mode, what in MODES.items()))
 @click.option("--workload", type=click.Choice(list(PRESETS)), default="gpt", show_default=True)
-@click.option("--modes", callback=_parse_modes, default=",".join(MODES), show_default=True)
+@click.option("--modes", callback=_parse_modes, default="all", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch [its default].")
