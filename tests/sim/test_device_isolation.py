@@ -23,7 +23,9 @@ def slowly(): simdev.configure(guard_host=True, copy_latency_ns=200_000_000, sle
 def run(code: str) -> tuple[int, str]:
     command = [sys.executable, "-c", PREAMBLE + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout + done.stderr
+    # torch remarks on a machine that has the compiler of an accelerator and not the accelerator.
+    told = [t for t in done.stderr.splitlines(True) if "No CUDA runtime is found" not in t]
+    return done.returncode, done.stdout + "".join(told)
 
 
 @pytest.mark.parametrize(
