@@ -14,51 +14,13 @@
 #include <system_error>
 #include <utility>
 
+#include "interpose.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; older kernels answer EINVAL
 #endif
 
 namespace offload {
-
-FirstFit::FirstFit(size_t capacity_bytes) {
-  if (capacity_bytes > 0) free_.emplace(0, capacity_bytes);
-}
-
-std::optional<size_t> FirstFit::Take(size_t nbytes) {
-  const size_t wanted = RoundUp(nbytes, kPageBytes);
-  const auto fit = std::find_if(free_.begin(), free_.end(),
-                                [wanted](const auto& range) { return range.second >= wanted; });
-  if (fit == free_.end()) return std::nullopt;
-  const auto [offset, available] = *fit;
-  const auto next = free_.erase(fit);
-  if (available > wanted) free_.emplace_hint(next, offset + wanted, available - wanted);
-  taken_.emplace(offset, wanted);
-  used_bytes_ += wanted;
-  peak_bytes_ = std::max(peak_bytes_, used_bytes_);
-  return offset;
-}
-
-bool FirstFit::Give(size_t offset) {
-  const auto taken = taken_.find(offset);
-  if (taken == taken_.end()) return false;
-  size_t nbytes = taken->second;
-  taken_.erase(taken);
-  used_bytes_ -= nbytes;
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + nbytes) {
-    nbytes += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    const auto previous = std::prev(next);
-    if (previous->first + previous->second == offset) {
-      previous->second += nbytes;
-      return true;
-    }
-  }
-  free_.emplace_hint(next, offset, nbytes);
-  return true;
-}
 
 Mapping::Mapping(size_t nbytes) : nbytes_(RoundUp(nbytes, kPageBytes)) {
   // mmap aligns to 4 KiB only: map one huge page more and give the ragged ends back.
@@ -144,6 +106,8 @@ class Slab {
     census_.Populate(mapping_.data());
   }
 
+  ~Slab() { SetTouched(0); }
+
   void StartPrefault() {
     // The constructor did the first block.
     std::byte* const begin = mapping_.data() + kHugePageBytes;
@@ -158,6 +122,7 @@ class Slab {
     const std::optional<size_t> taken = ranges_.Take(nbytes);
     if (!taken) return nullptr;
     ++live_slots_;
+    SetTouched(std::max(touched_bytes_, *taken + RoundUp(nbytes, kPageBytes)));
     *offset = *taken;
     return mapping_.data() + *taken;
   }
@@ -183,6 +148,15 @@ class Slab {
     outside_bytes_ -= nbytes;
     --live_slots_;
     unmapped_after_unlock = TakeMappingIfUnused();
+  }
+
+  void Trim(size_t keep_bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (mapping_.data() == nullptr) return;
+    for (const auto& [offset, nbytes] : ranges_.free().From(keep_bytes)) {
+      madvise(mapping_.data() + offset, nbytes, MADV_DONTNEED);
+      if (offset + nbytes == mapping_.nbytes()) SetTouched(std::min(touched_bytes_, offset));
+    }
   }
 
   size_t Close() {
@@ -215,6 +189,13 @@ class Slab {
     return closed_ && live_slots_ == 0 ? std::move(mapping_) : Mapping();
   }
 
+  // First fit takes the lowest address: what was touched is the beginning of the slab.
+  void SetTouched(size_t nbytes) {
+    if (nbytes == touched_bytes_) return;
+    if (pool_ != nullptr) pool_->CountElsewhere(static_cast<ptrdiff_t>(nbytes - touched_bytes_));
+    touched_bytes_ = nbytes;
+  }
+
   void Prefault(std::byte* begin, std::byte* end) {
     for (std::byte* block = begin; block != end && !stop_; block += kHugePageBytes) {
       census_.Populate(block);
@@ -231,6 +212,8 @@ class Slab {
   mutable std::mutex mutex_;
   FirstFit ranges_;
   Mapping mapping_;
+  Pool* const pool_ = TorchPool();  // counts the arenas that were made since it is in use
+  size_t touched_bytes_ = 0;
   size_t outside_bytes_ = 0;
   size_t live_slots_ = 0;
   bool closed_ = false;
@@ -288,6 +271,11 @@ std::shared_ptr<Slot> Arena::AllocateOutside(size_t nbytes) {
   Mapping mapping(nbytes);
   slab_->TakeOutside(mapping.nbytes());
   return std::make_shared<Slot>(slab_, std::move(mapping), nbytes);
+}
+
+void Arena::Trim(size_t keep_bytes) {
+  owner_.Require("the arena");
+  slab_->Trim(RoundUp(keep_bytes, kPageBytes));
 }
 
 size_t Arena::Close() {

@@ -20,47 +20,12 @@
 #define OFFLOAD_CSRC_ARENA_H_
 
 #include <cstddef>
-#include <map>
 #include <memory>
-#include <optional>
-#include <unordered_map>
 
 #include "process.h"
+#include "ranges.h"
 
 namespace offload {
-
-inline constexpr size_t kPageBytes = 4096;
-inline constexpr size_t kHugePageBytes = size_t{2} << 20;
-
-constexpr size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
-
-// Which parts of [0, capacity) are taken. Pure bookkeeping: no memory, no lock.
-//
-// First fit at the lowest address: the upper end of the slab is touched only when the lower end is
-// full, so the resident size follows the peak, not the history.
-class FirstFit {
- public:
-  explicit FirstFit(size_t capacity_bytes);
-
-  // Takes `nbytes` rounded up to whole pages and returns their offset, or nothing when no free
-  // range is that long.
-  std::optional<size_t> Take(size_t nbytes);
-
-  // Gives back what Take returned. Returns false, and does nothing, if `offset` is not taken: it
-  // was given back before (a double free), or never came from here.
-  bool Give(size_t offset);
-
-  size_t used_bytes() const { return used_bytes_; }
-  size_t peak_bytes() const { return peak_bytes_; }
-  size_t taken_ranges() const { return taken_.size(); }
-  size_t free_ranges() const { return free_.size(); }
-
- private:
-  std::map<size_t, size_t> free_;             // offset -> bytes; neighbours are always merged
-  std::unordered_map<size_t, size_t> taken_;  // offset -> bytes
-  size_t used_bytes_ = 0;
-  size_t peak_bytes_ = 0;
-};
 
 // Anonymous memory aligned to a huge page, advised to consist of them, unmapped by the destructor
 // (except in a forked child, where it does not exist: see the notes above and in process.h).
@@ -136,6 +101,10 @@ class Arena {
   // Returns a slot with a mapping of its own, outside the capacity. Throws std::invalid_argument
   // (0 bytes, or after Close) or std::system_error (ENOMEM).
   std::shared_ptr<Slot> AllocateOutside(size_t nbytes);
+
+  // Gives what is free beyond the first `keep_bytes` back to the system: it is made of new pages
+  // when it is used again. Not for memory that a device has pinned.
+  void Trim(size_t keep_bytes);
 
   // Ends allocation and prefaulting and returns how many slots are still alive; the slab is
   // unmapped when the last of them goes. May be called again: the count is then the current one.

@@ -22,6 +22,7 @@
 #include "checksum.h"
 #include "copy.h"
 #include "file.h"
+#include "interpose.h"
 #include "queue.h"
 
 namespace py = pybind11;
@@ -221,6 +222,31 @@ void BindMemory(py::module_& module) {
       py::arg("address"), py::arg("nbytes"), "Return the CRC-32C of nbytes at an address.");
 }
 
+void BindPool(py::module_& module) {
+  module.def("use_pool_for_torch", &UsePoolForTorch, py::call_guard<py::gil_scoped_release>(),
+             "Put the pool under torch's CPU allocator; why it cannot be, or an empty text.");
+  module.def(
+      "begin_pool_period",
+      [] {
+        if (Pool* const pool = TorchPool()) pool->BeginPeriod();
+      },
+      "Tell the pool, if there is one, that a training step begins.");
+  module.def(
+      "pool_stats",
+      []() -> std::optional<py::dict> {
+        const Pool* const pool = TorchPool();
+        if (pool == nullptr) return std::nullopt;
+        const Pool::Stats stats = pool->GetStats();
+        py::dict result;
+        result["used_bytes"] = stats.used_bytes;
+        result["most_bytes"] = stats.most_bytes;
+        result["kept_bytes"] = stats.kept_bytes;
+        result["allocations"] = stats.allocations;
+        return result;
+      },
+      "Figures of the pool, or None where there is none.");
+}
+
 void BindArena(py::module_& module) {
   py::class_<SlotHandle>(module, "Slot", py::custom_type_setup([](PyHeapTypeObject* type) {
                            type->as_buffer.bf_getbuffer = &SlotHandle::GetBuffer;
@@ -257,6 +283,11 @@ void BindArena(py::module_& module) {
             return std::make_unique<SlotHandle>(arena.AllocateOutside(ToSize(nbytes, "nbytes")));
           },
           py::arg("nbytes"), "Return a Slot with a mapping of its own, beyond the capacity.")
+      .def(
+          "trim",
+          [](Arena& arena, int64_t keep_bytes) { arena.Trim(ToSize(keep_bytes, "keep_bytes")); },
+          py::arg("keep_bytes"), py::call_guard<py::gil_scoped_release>(),
+          "Give back to the system what is free beyond the first bytes.")
       .def("close", &Arena::Close, py::call_guard<py::gil_scoped_release>(),
            "End allocation and return how many slots are still alive.");
 }
@@ -348,6 +379,7 @@ PYBIND11_MODULE(_native, module) {
     }
   });
   BindMemory(module);
+  BindPool(module);
   BindArena(module);
   BindFile(module);
   BindQueue(module);

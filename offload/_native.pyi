@@ -17,6 +17,22 @@ def copy_crc32c(dst: int, src: int, nbytes: int, threads: int = 2) -> int:
 def crc32c(address: int, nbytes: int) -> int:
     """Return the CRC-32C of `nbytes` bytes at an address."""
 
+def use_pool_for_torch() -> str:
+    """Put the pool under torch's CPU allocator, for the life of the process.
+
+    Returns why it cannot be done, or an empty text. Only the first call does anything.
+    """
+
+def pool_stats() -> dict[str, int] | None:
+    """Return the pool's figures, or None where there is none: `used_bytes`, `most_bytes` (in use at
+    one time lately, arenas included), `kept_bytes` (free, but resident), `allocations`.
+    """
+
+def begin_pool_period() -> None:
+    """Tell the pool, if there is one, that a training step begins: it keeps no more than the most
+    that was in use in this step and the one before.
+    """
+
 @final
 class Slot:
     """Host memory, given back when the last of its sharers lets go of it.
@@ -75,6 +91,8 @@ class Arena:
         """
     def allocate_outside(self, nbytes: int) -> Slot:
         """Return a slot with a mapping of its own, for what cannot wait or never fits."""
+    def trim(self, keep_bytes: int) -> None:
+        """Give what is free beyond the first `keep_bytes` back to the system."""
     def close(self) -> int:
         """End allocation and return the number of slots still alive, a leak to report.
 

@@ -11,76 +11,6 @@ namespace {
 
 using namespace testing;
 
-TEST_CASE("first fit takes the lowest range that is long enough") {
-  FirstFit ranges(10 * kPageBytes);
-  CHECK(ranges.Take(1) == 0);
-  CHECK(ranges.Take(2 * kPageBytes) == kPageBytes);
-  CHECK(ranges.Take(kPageBytes + 1) == 3 * kPageBytes);
-  CHECK(ranges.used_bytes() == 5 * kPageBytes);
-
-  CHECK(ranges.Give(kPageBytes));
-  CHECK(ranges.Take(3 * kPageBytes) == 5 * kPageBytes);
-  CHECK(ranges.Take(2 * kPageBytes) == kPageBytes);
-  CHECK_FALSE(ranges.Take(3 * kPageBytes).has_value());
-  CHECK(ranges.peak_bytes() == 8 * kPageBytes);
-}
-
-TEST_CASE("free neighbours are merged on both sides") {
-  FirstFit ranges(3 * kPageBytes);
-  for (size_t i = 0; i < 3; ++i) REQUIRE(ranges.Take(kPageBytes) == i * kPageBytes);
-  CHECK(ranges.Give(0));
-  CHECK(ranges.Give(2 * kPageBytes));
-  CHECK(ranges.free_ranges() == 2);
-  CHECK(ranges.Give(kPageBytes));
-  CHECK(ranges.free_ranges() == 1);
-  CHECK(ranges.Take(3 * kPageBytes) == 0);
-}
-
-TEST_CASE("a double free is refused and changes nothing") {
-  FirstFit ranges(4 * kPageBytes);
-  const size_t offset = ranges.Take(kPageBytes).value();
-  REQUIRE(ranges.Take(kPageBytes));
-  CHECK(ranges.Give(offset));
-  CHECK_FALSE(ranges.Give(offset));
-  CHECK_FALSE(ranges.Give(offset + 1));
-  CHECK(ranges.used_bytes() == kPageBytes);
-}
-
-// The model is a map of pages, taken or not.
-TEST_CASE("property: random takes and gives agree with a map of pages") {
-  constexpr size_t kPages = 64;
-  for (uint32_t seed = 1; seed <= 50; ++seed) {
-    std::mt19937 random(seed);
-    FirstFit ranges(kPages * kPageBytes);
-    std::vector<bool> taken(kPages, false);
-    std::vector<std::pair<size_t, size_t>> live;  // first page, pages
-    for (int step = 0; step < 400; ++step) {
-      CAPTURE(seed);
-      CAPTURE(step);
-      if (random() % 2 == 0 && !live.empty()) {
-        std::swap(live[random() % live.size()], live.back());
-        const auto [page, pages] = live.back();
-        live.pop_back();
-        REQUIRE(ranges.Give(page * kPageBytes));
-        std::fill_n(taken.begin() + page, pages, false);
-      } else {
-        const size_t nbytes = 1 + random() % (12 * kPageBytes);
-        const size_t pages = RoundUp(nbytes, kPageBytes) / kPageBytes;
-        const auto expected = std::search_n(taken.begin(), taken.end(), pages, false);
-        const std::optional<size_t> offset = ranges.Take(nbytes);
-        REQUIRE(offset.has_value() == (expected != taken.end()));
-        if (!offset) continue;
-        REQUIRE(*offset == (expected - taken.begin()) * kPageBytes);
-        std::fill_n(expected, pages, true);
-        live.emplace_back(*offset / kPageBytes, pages);
-      }
-      const auto used = std::count(taken.begin(), taken.end(), true);
-      REQUIRE(ranges.used_bytes() == used * kPageBytes);
-      REQUIRE(ranges.taken_ranges() == live.size());
-    }
-  }
-}
-
 // Bytes of huge pages the kernel reports for the mapping that contains `address`.
 size_t HugeBytesAt(const void* address) {
   std::ifstream maps("/proc/self/smaps");
@@ -194,6 +124,28 @@ TEST_CASE("concurrency: slots are allocated, handed over and freed on several th
   CHECK(overlaps == 0);
   CHECK(arena.GetStats().used_bytes == 0);
   CHECK(arena.Close() == 0);
+}
+
+TEST_CASE("what is free beyond the first bytes goes back to the system") {
+  Arena arena(8 * kMiB, /*prefault=*/false);
+  auto low = arena.Allocate(2 * kMiB);
+  auto middle = arena.Allocate(2 * kMiB);
+  auto high = arena.Allocate(2 * kMiB);
+  for (const auto& slot : {low, middle, high}) std::memset(slot->data(), 5, 2 * kMiB);
+  std::byte* const begin = low->data();
+  low.reset();
+  high.reset();
+
+  arena.Trim(kMiB);
+  CHECK(begin[kMiB - 1] == std::byte{5});
+  CHECK(begin[kMiB] == std::byte{0});
+  CHECK(middle->data()[0] == std::byte{5});
+  CHECK(begin[4 * kMiB] == std::byte{0});
+  middle.reset();
+  arena.Trim(100 * kMiB);
+  CHECK(begin[2 * kMiB] == std::byte{5});
+  arena.Trim(0);
+  CHECK(begin[2 * kMiB] == std::byte{0});
 }
 
 TEST_CASE("fork: a child may neither use the arena nor harm it") {

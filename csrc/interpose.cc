@@ -1,0 +1,235 @@
+#include "interpose.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+namespace offload {
+namespace {
+
+constexpr size_t kMinBytes = size_t{128} << 10;  // what is smaller stays with malloc
+constexpr size_t kMinReservedBytes = size_t{1} << 30;
+
+Pool* pool = nullptr;  // never destroyed: tensors outlive every static object
+
+int PoolMemalign(void** pointer, size_t alignment, size_t nbytes) {
+  if (nbytes >= kMinBytes && alignment <= kPageBytes) {
+    if (void* const taken = pool->Allocate(nbytes)) {
+      *pointer = taken;
+      return 0;
+    }
+  }
+  return posix_memalign(pointer, alignment, nbytes);
+}
+
+void PoolFree(void* pointer) {
+  if (!pool->Owns(pointer)) return std::free(pointer);
+  const int error = errno;  // free() leaves it alone, too
+  pool->Free(pointer);
+  errno = error;
+}
+
+// -- the table of imported functions --------------------------------------------------------------
+
+#if defined(__x86_64__)
+constexpr bool IsImport(size_t type) {
+  return type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT || type == R_X86_64_64;
+}
+#elif defined(__aarch64__)
+constexpr bool IsImport(size_t type) {
+  return type == R_AARCH64_JUMP_SLOT || type == R_AARCH64_GLOB_DAT || type == R_AARCH64_ABS64;
+}
+#else
+constexpr bool IsImport(size_t) { return false; }
+#endif
+
+struct Import {
+  std::string_view name;
+  void** address;
+};
+
+// A loaded library, seen through its program headers: see elf(5).
+class Library {
+ public:
+  explicit Library(const dl_phdr_info& info) : base_(info.dlpi_addr) {
+    for (size_t i = 0; i < info.dlpi_phnum; ++i) {
+      const ElfW(Phdr)& header = info.dlpi_phdr[i];
+      if (header.p_type == PT_GNU_RELRO) {
+        sealed_begin_ = base_ + header.p_vaddr;
+        sealed_end_ = sealed_begin_ + header.p_memsz;
+      } else if (header.p_type == PT_DYNAMIC) {
+        ReadDynamic(reinterpret_cast<const ElfW(Dyn)*>(base_ + header.p_vaddr));
+      }
+    }
+  }
+
+  std::vector<Import> Imports(std::string_view name) const {
+    std::vector<Import> found;
+    if (symbols_ == nullptr || strings_ == nullptr) return found;
+    for (const auto& table : tables_) {
+      for (size_t i = 0; i < table.nbytes / sizeof(ElfW(Rela)); ++i) {
+        const ElfW(Rela)& entry = table.entries[i];
+        if (!IsImport(ELF64_R_TYPE(entry.r_info)) || entry.r_addend != 0) continue;
+        const ElfW(Sym)& symbol = symbols_[ELF64_R_SYM(entry.r_info)];
+        if (name != strings_ + symbol.st_name) continue;
+        found.push_back({name, reinterpret_cast<void**>(base_ + entry.r_offset)});
+      }
+    }
+    return found;
+  }
+
+  // False, and nothing has changed, if the memory cannot be made writable.
+  bool Set(const Import& import, void* function) const {
+    const auto address = reinterpret_cast<uintptr_t>(import.address);
+    const bool sealed = address >= sealed_begin_ && address < sealed_end_;
+    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    void* const page = reinterpret_cast<void*>(address / page_bytes * page_bytes);
+    if (sealed && mprotect(page, page_bytes, PROT_READ | PROT_WRITE) != 0) return false;
+    __atomic_store_n(import.address, function, __ATOMIC_RELEASE);
+    if (sealed) mprotect(page, page_bytes, PROT_READ);
+    return true;
+  }
+
+ private:
+  struct Table {
+    const ElfW(Rela) * entries;
+    size_t nbytes;
+  };
+
+  void ReadDynamic(const ElfW(Dyn) * entry) {
+    Table imports{nullptr, 0};
+    Table others{nullptr, 0};
+    for (; entry->d_tag != DT_NULL; ++entry) {
+      switch (entry->d_tag) {
+        case DT_SYMTAB:
+          symbols_ = At<ElfW(Sym)>(entry->d_un.d_ptr);
+          break;
+        case DT_STRTAB:
+          strings_ = At<char>(entry->d_un.d_ptr);
+          break;
+        case DT_JMPREL:
+          imports.entries = At<ElfW(Rela)>(entry->d_un.d_ptr);
+          break;
+        case DT_PLTRELSZ:
+          imports.nbytes = entry->d_un.d_val;
+          break;
+        case DT_RELA:
+          others.entries = At<ElfW(Rela)>(entry->d_un.d_ptr);
+          break;
+        case DT_RELASZ:
+          others.nbytes = entry->d_un.d_val;
+          break;
+        default:
+          break;
+      }
+    }
+    for (const Table& table : {imports, others}) {
+      if (table.entries != nullptr) tables_.push_back(table);
+    }
+  }
+
+  // Most loaders have made these absolute, some leave them relative to the base.
+  template <typename T>
+  const T* At(uintptr_t pointer) const {
+    return reinterpret_cast<const T*>(pointer < base_ ? base_ + pointer : pointer);
+  }
+
+  uintptr_t base_;
+  uintptr_t sealed_begin_ = 0;
+  uintptr_t sealed_end_ = 0;
+  const ElfW(Sym) * symbols_ = nullptr;
+  const char* strings_ = nullptr;
+  std::vector<Table> tables_;
+};
+
+std::string_view BaseName(std::string_view path) { return path.substr(path.rfind('/') + 1); }
+
+bool StartsWith(std::string_view text, std::string_view prefix) {
+  return text.substr(0, prefix.size()) == prefix;
+}
+
+std::vector<Library> LoadedTorchAllocators() {
+  std::vector<Library> found;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* data) {
+        if (StartsWith(BaseName(info->dlpi_name), "libc10.so")) {
+          static_cast<std::vector<Library>*>(data)->emplace_back(*info);
+        }
+        return 0;
+      },
+      &found);
+  return found;
+}
+
+// The file that the process takes `function` from.
+std::string ProviderOf(const char* function) {
+  Dl_info info{};
+  void* const address = dlsym(RTLD_DEFAULT, function);
+  if (address == nullptr || dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "?";
+  return std::string(BaseName(info.dli_fname));
+}
+
+// As many addresses as can be had, up to twice the machine's memory; null if hardly any.
+Pool* MakePool() {
+  const auto memory_bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t nbytes = 2 * memory_bytes; nbytes >= kMinReservedBytes; nbytes /= 2) {
+    // Fails with a limit on addresses (RLIMIT_AS), and where the system does not overcommit.
+    if (auto made = Pool::Make(nbytes)) return made.release();
+  }
+  return nullptr;
+}
+
+std::string Install() {
+  for (const char* function : {"posix_memalign", "free"}) {
+    const std::string provider = ProviderOf(function);
+    if (!StartsWith(provider, "libc.so") && !StartsWith(provider, "libc-")) {
+      return "the process takes its memory from " + provider +
+             ", which was put before the C library";
+    }
+  }
+  const std::vector<Library> libraries = LoadedTorchAllocators();
+  if (libraries.size() != 1) return "torch's libc10.so is not loaded, or more than once";
+  const Library& library = libraries.front();
+  const std::vector<Import> takers = library.Imports("posix_memalign");
+  const std::vector<Import> givers = library.Imports("free");
+  if (takers.empty() || givers.empty()) {
+    return "this build of torch does not take its memory from posix_memalign";
+  }
+  pool = MakePool();
+  if (pool == nullptr) return "there are not enough addresses (ulimit -v)";
+  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); }, [] { pool->AfterFork(); });
+  // free first: nothing of the pool may reach the other one.
+  for (const Import& giver : givers) {
+    if (!library.Set(giver, reinterpret_cast<void*>(&PoolFree))) {
+      return "the table of torch's imported functions cannot be changed";
+    }
+  }
+  bool taking = false;
+  for (const Import& taker : takers) {
+    taking |= library.Set(taker, reinterpret_cast<void*>(&PoolMemalign));
+  }
+  return taking ? "" : "the table of torch's imported functions cannot be changed";
+}
+
+}  // namespace
+
+std::string UsePoolForTorch() {
+  static const std::string reason = Install();
+  return reason;
+}
+
+Pool* TorchPool() { return pool; }
+
+}  // namespace offload

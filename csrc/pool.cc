@@ -1,0 +1,93 @@
+#include "pool.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+namespace offload {
+namespace {
+
+// Each step is a system call that extends one mapping.
+constexpr size_t kCommitBytes = size_t{64} << 20;
+
+}  // namespace
+
+std::unique_ptr<Pool> Pool::Make(size_t reserved_bytes) {
+  reserved_bytes = RoundUp(reserved_bytes, kPageBytes);
+  void* const mapped =
+      mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  return std::unique_ptr<Pool>(new Pool(static_cast<std::byte*>(mapped), reserved_bytes));
+}
+
+Pool::Pool(std::byte* data, size_t reserved_bytes)
+    : data_(data), reserved_bytes_(reserved_bytes), ranges_(reserved_bytes) {}
+
+Pool::~Pool() { munmap(data_, reserved_bytes_); }
+
+void* Pool::Allocate(size_t nbytes) {
+  if (nbytes == 0 || nbytes > reserved_bytes_) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::optional<size_t> offset = ranges_.Take(nbytes);
+  if (!offset) return nullptr;
+  if (!Commit(*offset + RoundUp(nbytes, kPageBytes))) {
+    ranges_.Give(*offset);
+    return nullptr;
+  }
+  kept_.Remove(*offset, RoundUp(nbytes, kPageBytes));
+  ++allocations_;
+  Trim();
+  return data_ + *offset;
+}
+
+void Pool::Free(void* pointer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto offset = static_cast<size_t>(static_cast<std::byte*>(pointer) - data_);
+  const size_t nbytes = ranges_.Give(offset);
+  if (nbytes == 0) {
+    std::fputs("offload: free() of a tensor's memory that is not in use\n", stderr);
+    std::abort();
+  }
+  kept_.Add(offset, nbytes);
+  Trim();
+}
+
+Pool::Stats Pool::GetStats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {ranges_.used_bytes(), MostBytes(), kept_.nbytes(), allocations_};
+}
+
+void Pool::CountElsewhere(ptrdiff_t nbytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  elsewhere_bytes_ += static_cast<size_t>(nbytes);  // modulo 2^64, so it may shrink, too
+  Trim();
+}
+
+void Pool::BeginPeriod() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  most_bytes_before_ = std::exchange(most_bytes_, InUseBytes());
+}
+
+bool Pool::Commit(size_t end_bytes) {
+  if (end_bytes <= committed_bytes_) return true;
+  const size_t wanted = std::min(RoundUp(end_bytes, kCommitBytes), reserved_bytes_);
+  const int result =
+      mprotect(data_ + committed_bytes_, wanted - committed_bytes_, PROT_READ | PROT_WRITE);
+  if (result != 0) return false;  // ENOMEM where the system does not overcommit
+  committed_bytes_ = wanted;
+  return true;
+}
+
+void Pool::Trim() {
+  most_bytes_ = std::max(most_bytes_, InUseBytes());
+  const size_t keep_bytes = std::max(kMinKeepBytes, MostBytes() - InUseBytes());
+  while (kept_.nbytes() > keep_bytes) {
+    const RangeSet::Range range = kept_.RemoveHighest(kept_.nbytes() - keep_bytes);
+    madvise(data_ + range.offset, range.nbytes, MADV_DONTNEED);
+  }
+}
+
+}  // namespace offload
