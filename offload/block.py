@@ -216,10 +216,10 @@ class Block:
         self._source_address = self._device.data_ptr()
         self.state = State.OFFLOADING
 
-    def settle_offload(self, lane: Lane) -> torch.UntypedStorage | None:
-        """OFFLOADING -> HOST. Returns the original, which may now be dropped.
+    def settle_offload(self, lane: Lane) -> bool:
+        """OFFLOADING -> HOST, and the original is let go of.
 
-        -> LIVE, and ``None``, if it was resized meanwhile: what was copied may not be what it had.
+        -> LIVE, and False, if it was resized meanwhile: what was copied may not be what it had.
         """
         self._expect(State.OFFLOADING)
         original = self._device
@@ -227,11 +227,11 @@ class Block:
         if original.nbytes() != self.nbytes or original.data_ptr() != self._source_address:
             self.slot, self.copied, self.checksum = None, DONE, None
             self.state = State.LIVE
-            return None
+            return False
         lane.let_go(original, self.copied, foreign=self.foreign)
         self._device = None
         self.state = State.HOST
-        return original
+        return True
 
     def host_slot(self, lane: Lane) -> Slot:
         """The slot, for host code that is about to read it. Waits for the copy out."""

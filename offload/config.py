@@ -11,11 +11,11 @@ from attrs import Attribute, Converter, field
 from offload.machine import (
     available_memory_bytes,
     filesystem_of,
-    has_huge_page_tensors,
     local_processes,
     total_memory_bytes,
 )
 from offload.optionfile import read_options
+from offload.pool import Allocator
 from offload.units import format_bytes, parse_bytes
 
 MiB = 1 << 20
@@ -155,12 +155,11 @@ class Config:
             the storage it has asked for last; one more may come whatever its size. 0: none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
             once. The newest storage stays even if it is larger; 0 sends everything out at once.
-        trim_bytes: 0: memory of what has left the CPU's memory is offered to the system, which
-            takes it when it runs short. More: it is returned at once, and all that the C library
-            keeps free whenever the process has grown by this much; the process looks as small as
-            it is, at the price of a page fault for every page that is used again. ``None``: 96 MiB
-            where that price is low because torch makes its tensors of huge pages
-            (``THP_MEM_ALLOC_ENABLE=1`` in the environment), else 0.
+        allocator: where torch's large tensors on ``"cpu"`` have their memory, of this process and
+            for its life. ``"pool"``: of ours, which uses at once what offloading frees.
+            ``"system"``: of the C library, as without a session; the process then hardly gets
+            smaller. ``None``: the pool, unless another allocator (jemalloc, a sanitizer) was put
+            in the C library's place.
         verify: check a CRC of every block that comes back from the disk.
         verify_recompute: compare every value that rules and ``offload.checkpoint`` recompute in the
             session's steps with what the forward had; ``Session.recompute_report`` tells. To find
@@ -197,7 +196,7 @@ class Config:
     window_bytes: int = _size(32 * MiB)
     prefetch_bytes: int = _size(68 * MiB)
     keep_last_bytes: int = _size(16 * MiB)
-    trim_bytes: int | None = _size(None)
+    allocator: Allocator | None = field(default=None, validator=_one_of(None, "pool", "system"))
     verify: bool = field(default=False, validator=_one_of(True, False))
     verify_recompute: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
@@ -249,15 +248,6 @@ class Config:
     @property
     def _shares(self) -> int:
         return local_processes() if self.budget_scope == "node" else 1
-
-    @property
-    def heap_trim_bytes(self) -> int:
-        """Growth of the process that is let pass before it is trimmed: ``trim_bytes`` or its
-        default.
-        """
-        if self.trim_bytes is not None:
-            return self.trim_bytes
-        return 96 * MiB if has_huge_page_tensors() else 0
 
     @io_threads.validator
     def _check_io_threads(self, _: object, value: int) -> None:

@@ -66,6 +66,17 @@ class FreeList:
         offset, self.size_bytes = self.size_bytes, self.size_bytes + nbytes
         self.give(offset, nbytes)
 
+    def beyond(self, offset: int) -> list[tuple[int, int]]:
+        """Offset and length of what is free at ``offset`` or higher.
+
+        Example:
+            >>> FreeList(100).beyond(60)
+            [(60, 40)]
+        """
+        ranges = zip(self._offsets, self._lengths, strict=True)
+        ends = ((max(begin, offset), begin + length) for begin, length in ranges)
+        return [(begin, end - begin) for begin, end in ends if begin < end]
+
     def tail_bytes(self) -> int:
         """Free bytes at the very end: what a request lacks to fit there is ``nbytes -
         tail_bytes()``.

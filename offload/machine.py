@@ -47,22 +47,6 @@ def filesystem_of(directory: str) -> Filesystem:
     return Filesystem(best.fstype or "unknown", best.mountpoint, free_bytes)
 
 
-def has_huge_page_tensors(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
-    """Whether torch's large tensors in host memory are made of huge pages, whose first use costs a
-    small part of what 512 page faults do.
-
-    Torch asks for them if ``THP_MEM_ALLOC_ENABLE=1`` is in the environment when it makes its first
-    tensor; some systems give them to everybody.
-    """
-    try:
-        with open(setting) as f:
-            mode = f.read()
-    except OSError:
-        return False
-    asked = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
-    return "[always]" in mode or (asked and "[madvise]" in mode)
-
-
 def local_processes() -> int:
     """How many processes share this machine, as launchers such as torchrun say.
 

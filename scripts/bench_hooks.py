@@ -116,7 +116,7 @@ def contenders(
     case: Case, tensors: int, directory: str | None
 ) -> Iterator[dict[str, Callable[[], Any]]]:
     """What is measured for ``case``, by name."""
-    options: dict[str, Any] = {"engine": "native", "disk_dir": directory, "trim_bytes": 0}
+    options: dict[str, Any] = {"engine": "native", "disk_dir": directory}
     if case.moves:
         options.update(min_offload_bytes=0, keep_last_bytes=0)
     noop = partial(saved_tensors_hooks, lambda tensor: tensor, lambda packed: packed)

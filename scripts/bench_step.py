@@ -20,7 +20,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ JSON_FORMAT = 1
 WORKER = Path(__file__).with_name("step_worker.py")
 Results = dict[str, list[dict[str, Any]]]  # by mode, one entry per round
 
-JUDGED = ("offload", "offload+trim")
 MAX_RATIO = {"gpt": 1.02, "long": 1.03, "vision": 1.10}
 MAX_LIVE_SHARE = {"gpt": 0.15}
 MAX_RSS_SHARE = {"gpt": 0.25}
@@ -108,15 +107,9 @@ def _summary(mode: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]] 
 def targets(workload: str, summaries: list[Summary]) -> list[Target]:
     """What offloading should reach on ``workload``, as far as the modes for it were run."""
     by_mode = {s.mode: s for s in summaries}
-    if "plain" not in by_mode:
+    plain, ours = by_mode.get("plain"), by_mode.get("offload")
+    if plain is None or ours is None or ours.ratio is None:
         return []
-    ours = [by_mode[mode] for mode in JUDGED if mode in by_mode]
-    return [target for mode in ours for target in _targets_of(mode, workload, by_mode)]
-
-
-def _targets_of(ours: Summary, workload: str, by_mode: dict[str, Summary]) -> list[Target]:
-    plain = by_mode["plain"]
-    assert ours.ratio is not None
     found = []
     if workload in MAX_RATIO:
         limit = MAX_RATIO[workload]
@@ -148,7 +141,7 @@ def _targets_of(ours: Summary, workload: str, by_mode: dict[str, Summary]) -> li
         told = f"{ours_over:+.2f} s beside {files_over:+.2f} s"
         holds = files_over > 0 and gain >= MIN_GAIN_OVER_FILES
         found.append(Target("a fifth of the torch.save hook's overhead at most", told, holds))
-    return [replace(target, what=f"{ours.mode}: {target.what}") for target in found]
+    return found
 
 
 def differing(results: Results) -> list[str]:

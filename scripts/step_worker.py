@@ -13,7 +13,6 @@ gradients: activations, temporaries, staging memory and what fragmentation of th
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -32,16 +31,17 @@ from torch.utils.checkpoint import checkpoint
 from offload import selective
 from offload.live import LiveBytesMeter, is_parameter_like
 from offload.measure import activation_meter, fingerprint, mark_memory
+from offload.pool import use_pool
 from offload.session import Session
 from offload.workloads import Batch, TrainableModel, Workload, preset
 
 MODES = {
     "plain": "nothing",
+    "plain+pool": "nothing, in the memory that offload.Session gives torch",
     "checkpoint": "torch.utils.checkpoint around every block",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
     "torch_save": "a hook that calls torch.save and torch.load above 1 MiB",
     "offload": "offload.Session",
-    "offload+trim": "offload.Session with THP_MEM_ALLOC_ENABLE=1, which makes it trim the process",
     "offload+checkpoint": "offload.Session over torch.utils.checkpoint",
     "offload+selective": "offload.Session, and offload.selective around every block",
 }
@@ -115,6 +115,8 @@ class Runner:
         self.checkpoints = "checkpoint" in task.mode or "selective" in task.mode
         self.options = {"context_fn": selective()} if "selective" in task.mode else {}
         self.session: Session | None = None
+        if task.mode == "plain+pool":
+            use_pool("pool")
         self.files: FileHooks | None = None
         self._open: Callable[[], AbstractContextManager[Any]] = nullcontext
         if task.mode.startswith("offload"):
@@ -164,8 +166,6 @@ def _checkpointed(
 
 def measure(task: Task) -> dict[str, Any]:
     """The figures of one mode; times in seconds, sizes in bytes, one entry per timed step."""
-    if task.mode == "offload+trim":  # torch looks when it makes its first tensor
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     workload = preset(task.workload)

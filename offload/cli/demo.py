@@ -9,7 +9,6 @@ hexadecimal float, gradients and final parameters as hashes of all their bytes.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -369,12 +368,7 @@ def _document(task: Task, plain: Run, offloaded: Run, found: list[str]) -> dict[
 
 
 def _work(arguments: list[str]) -> None:
-    """The worker's main: one JSON line per step on standard output.
-
-    Plain or offloaded, large tensors are of huge pages: then the session also keeps the process
-    small, and the first use of memory costs neither run much.
-    """
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    """The worker's main: one JSON line per step on standard output."""
     for message in train(Task(**json.loads(arguments[0]))):
         print(json.dumps(message), flush=True)
 

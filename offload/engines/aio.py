@@ -100,6 +100,12 @@ class AioArena:
             self._outside_bytes += _padded(nbytes)
         return AioSlot(_anonymous(_padded(nbytes)), 0, nbytes, self._outside)
 
+    def trim(self, keep_bytes: int) -> None:
+        with self._lock:
+            self._settle()
+            for offset, nbytes in self._free.beyond(_padded(keep_bytes)):
+                self._slab.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
 
 def _anonymous(nbytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -49,6 +49,11 @@ class Arena(Protocol):
     def allocate_outside(self, nbytes: int) -> Slot:
         """A slot with a mapping of its own, for what cannot wait or never fits."""
 
+    def trim(self, keep_bytes: int) -> None:
+        """Give what is free beyond the first ``keep_bytes`` back to the system. Not for memory that
+        a device has pinned.
+        """
+
 
 class Request(Protocol):
     """One read or write, on its way."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+from offload import pool
 from offload.block import Block, State, Ticket
 from offload.config import Config
 from offload.engines import Engine, open_engine
@@ -50,6 +51,8 @@ class Tiers:
         self.lock = threading.RLock()
         self._generation = generation()
         self._config = config
+        if config.device.type == "cpu":
+            pool.use_pool(config.allocator)
         if engine is None:
             with on_cpus(cpus_near(config.device)):  # its threads stay on the processors of now
                 engine = open_engine(config)
@@ -112,6 +115,7 @@ class Tiers:
         self.outbound.forget_dead()
         self.disk.store.budget.peak_bytes = self.disk.store.budget.used_bytes
         self.inbound.drop_guesses()
+        pool.begin_step()
         counters.peak_device_bytes = self._allocator.begin()
         self.common.mark("begin")
 
@@ -132,7 +136,9 @@ class Tiers:
         self.mark("end")
         self.outbound.shrink_tail(0)
         self.outbound.poll()
-        self.common.heap.sweep(keep=0)
+        # The next forward needs its window; what backward needed besides would only add to the
+        # process where the forward's own memory peaks.
+        self.host.trim(self._config.window_bytes)
         if self._config.on_error == "raise":
             self.disk.settle_all(self.disk.writes)
 

@@ -8,7 +8,6 @@ import torch
 from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StorageError
-from offload.heap import Heap
 from offload.lanes import Lane, Passage
 from offload.live import LiveBytes
 from offload.report import Counters
@@ -27,7 +26,6 @@ class Common:
         self.lane = lane
         self.host = host
         self.store = DiskStore(engine, config.disk_dir, config.disk_bytes)
-        self.heap = Heap(config.heap_trim_bytes if lane.host_is_device else 0)
         self.trace = Trace()
         self.live = LiveBytes()
         self.counters = Counters()

@@ -83,6 +83,14 @@ class HostTier:
             self._grow(PAGE_BYTES)
         return self._slabs[0].allocate_outside(nbytes)
 
+    def trim(self, keep_bytes: int) -> None:
+        """Give what is free beyond the first ``keep_bytes`` back to the system, unless it is
+        pinned.
+        """
+        if self._pinner is None:
+            for slab in self._slabs:
+                slab.trim(keep_bytes)
+
     def close(self) -> None:
         """Unpin. Nothing may be copying any more."""
         self._unpin()

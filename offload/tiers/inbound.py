@@ -141,9 +141,7 @@ class Inbound:
             if block.state is State.FETCHING:
                 self._wait_for_read(block, ticket)
             self._reload(block)
-        storage = block.serve(self._common.lane, ticket)
-        self._common.heap.released(block.nbytes)  # gradients of about that size come and go
-        return storage
+        return block.serve(self._common.lane, ticket)
 
     def _reload(self, block: Block) -> None:
         lane = self._common.lane

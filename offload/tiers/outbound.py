@@ -85,7 +85,8 @@ class Outbound:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
         more.
         """
-        while not self._has_room(nbytes):
+        gate = self._common.gate
+        while not gate.has_room(nbytes):
             if self._copies:  # the device waits, not the host
                 self._settle_oldest_copy()
             elif self._copied:
@@ -167,20 +168,14 @@ class Outbound:
         """Whether the budget has room for a copy; waits for others to leave."""
         if not self._common.lane.host_is_device:
             return True
+        gate = self._common.gate
         nbytes = self._common.host.padded_bytes(block.nbytes)
-        while not self._has_room(nbytes):
+        while not gate.has_room(nbytes):
             self._settle_copies()
             if not self._disk.writes:
                 break
             with self._common.waiting("backpressure", block.about):
                 self._disk.settle_first(self._disk.writes)
-        return self._has_room(nbytes)
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Within the budget of device memory, once what waits for its end is let go of."""
-        gate = self._common.gate
-        if not gate.has_room(nbytes):
-            self._common.heap.sweep(keep=0)
         return gate.has_room(nbytes)
 
     def poll(self) -> None:
@@ -188,7 +183,6 @@ class Outbound:
         self._settle_copies()
         self._disk.poll()
         self._common.note(self._common.lane.poll())
-        self._common.heap.sweep()
 
     def settle_all(self) -> None:
         """See out all copies, and start the writes that follow from them."""
@@ -210,11 +204,9 @@ class Outbound:
         """
         leaving = self._copies.popleft()
         lane = self._common.lane
-        original = leaving.block.settle_offload(lane)
-        if original is None:
+        if not leaving.block.settle_offload(lane):
             self._common.counters.kept_bytes["kind"] += leaving.block.nbytes
             return
-        self._common.heap.retire(original)  # taken up by its next sweep: here it has a name
         if leaving.extent is None:
             self._resting.append(weakref.ref(leaving.block))
             if not self._common.gate.needs:  # else a plan says what goes on to the disk

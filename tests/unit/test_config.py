@@ -11,11 +11,10 @@ import torch
 
 import offload
 from offload import Config
-from offload.machine import has_huge_page_tensors
 from offload.units import format_bytes, format_seconds, parse_bytes
 
 MiB = 1 << 20
-OPTIONAL_SIZES = ["disk_budget", "host_budget", "trim_bytes"]
+OPTIONAL_SIZES = ["disk_budget", "host_budget"]
 SIZES = [
     f.name
     for f in attrs.fields(Config)
@@ -268,44 +267,6 @@ def test_an_exception_is_not_hidden_by_an_open_step(tmp_path: Path) -> None:
         raise KeyError("mine")
     step.__exit__(None, None, None)
     session.close()
-
-
-@pytest.mark.parametrize(
-    ("setting", "asked", "huge"),
-    [
-        ("[always] madvise never", None, True),
-        ("always [madvise] never", None, False),
-        ("always [madvise] never", "0", False),
-        ("always [madvise] never", "1", True),
-        ("always madvise [never]", "1", False),
-        (None, "1", False),
-    ],
-)
-def test_tensors_of_huge_pages(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str | None,
-    asked: str | None,
-    huge: bool,
-) -> None:
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
-    path = tmp_path / "enabled"
-    if setting is not None:
-        path.write_text(setting + "\n")
-    assert has_huge_page_tensors(str(path)) is huge
-
-
-def test_the_process_is_trimmed_where_page_faults_are_cheap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    assert Config().heap_trim_bytes == (96 * MiB if has_huge_page_tensors() else 0)
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    assert Config().heap_trim_bytes == (96 * MiB if has_huge_page_tensors() else 0)
-    assert Config(trim_bytes="1MiB").heap_trim_bytes == 1 * MiB
-    assert Config(trim_bytes=0).heap_trim_bytes == 0
 
 
 def test_processes_of_a_machine_share_its_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def test_like_a_map_of_bytes(size: int, program: list[tuple[str, int]]) -> None:
         last = runs(model)[-1:]
         tail = last[0][1] if last and sum(last[0]) == len(model) else 0
         assert free.tail_bytes() == tail
+        high = [False] * n + model[n:]
+        assert free.beyond(n) == runs(high)
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,29 @@ def test_a_driver_that_refuses(real_engine: Engine) -> None:
     with pytest.warns(OffloadWarning, match="refused to pin 8 MiB.*out of memory.*lower"):
         slot = host.slot(PAGE)
     assert slot is not None
+
+
+def test_what_is_free_goes_back_to_the_system_unless_it_is_pinned(real_engine: Engine) -> None:
+    """New pages read as zeros; what was kept has its bytes still."""
+
+    def reused(host: HostTier) -> list[int]:
+        slots = [host.slot(MiB), host.slot(MiB)]
+        for slot in slots:
+            real_engine.alias(slot).fill_(7)
+        del slot, slots
+        host.trim(MiB)
+        again = [host.slot(MiB), host.slot(MiB)]
+        return [real_engine.alias(slot)[MiB - 1] for slot in again]
+
+    assert reused(HostTier(real_engine, 4 * MiB, None)) == [7, 0]
+    assert reused(HostTier(real_engine, 4 * MiB, Recorder())) == [7, 7]
+
+
+def test_what_is_in_use_is_not_trimmed(real_engine: Engine) -> None:
+    host = HostTier(real_engine, 4 * MiB, None)
+    slots = [host.slot(MiB) for _ in range(3)]
+    view = real_engine.alias(slots[1])
+    view.fill_(7)
+    slots.clear()
+    host.trim(0)
+    assert view[0] == view[MiB - 1] == 7

@@ -12,7 +12,7 @@ PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
     {"errors", "files", "interrupts", "optionfile", "tables", "units"}
-    | {"trace", "layout", "live", "freelist", "forks", "heap", "_native"},
+    | {"trace", "layout", "live", "freelist", "forks", "pool", "_native"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},

@@ -44,7 +44,7 @@ def test_a_config_of_every_option_comes_back(tmp_path: Path) -> None:
     config = offload.Config(
         device="cpu", engine="aio", disk_dir=tmp_path, disk_budget="1GiB", host_budget="200MiB",
         min_offload_bytes=1, window_bytes="5MiB", prefetch_bytes=0, keep_last_bytes=7,
-        trim_bytes=8, verify=True, on_error="raise", io_threads=3, io_block_bytes="1MiB",
+        allocator="system", verify=True, on_error="raise", io_threads=3, io_block_bytes="1MiB",
     )  # fmt: skip
     values = {k: v for k, v in attrs.asdict(config).items() if k != "device"}
     assert values["device_budget"] is None, "left to its default: there is no null in TOML"
