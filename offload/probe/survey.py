@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from offload.config import Config
 from offload.engines import native_is_built
+from offload.pool import why_no_pool
 from offload.probe.disk import (
     MIN_FILE_BYTES,
     Cell,
@@ -97,6 +98,7 @@ def survey(
         link=link,
         copy_bytes_per_s=copy_bytes_per_s,
         flops_per_s=flops_per_s,
+        no_pool=why_no_pool() if config.device.type == "cpu" else "",
     )
 
 

@@ -52,6 +52,8 @@ class Survey:
         native: whether the C++ engine was used.
         disk: the rates of every setting that was measured, the session's default first.
         flops_per_s: of matrix products on the device that trains.
+        no_pool: why tensors of the CPU cannot have their memory from the pool; empty if they can,
+            or if it does not matter.
     """
 
     quick: bool
@@ -64,6 +66,7 @@ class Survey:
     link: LinkRates | None
     copy_bytes_per_s: float | None
     flops_per_s: float | None
+    no_pool: str = ""
 
 
 def best_rates(rates: Sequence[DiskRates]) -> DiskRates:
@@ -115,6 +118,7 @@ def findings(survey: Survey) -> list[Finding]:
         direct_io(s.directory),
         room(s.directory, s.host),
         engine(s.native),
+        pool(s.no_pool) if s.native else None,
         huge_pages(s.host),
         memory_limit(s.host),
         nodes(s.host, s.accelerator),
@@ -231,6 +235,17 @@ def engine(native: bool) -> Finding | None:
         Level.WARNING,
         "the C++ extension was not built: the slower 'aio' engine is used",
         "install a C++17 compiler and reinstall the package",
+    )
+
+
+def pool(reason: str) -> Finding | None:
+    """Without it the process keeps what offloading frees."""
+    if not reason:
+        return None
+    return Finding(
+        Level.WARNING,
+        f"tensors have their memory from the system, as {reason}: the process hardly gets smaller",
+        "start it without that, or measure what it takes with its own allocator",
     )
 
 

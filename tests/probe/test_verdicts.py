@@ -61,6 +61,10 @@ FAULTS = {
         Level.NOTE, "40 GiB are free", "free some space",
     ),
     "no C++": ({"native": False}, Level.WARNING, "was not built", "compiler"),
+    "another allocator": (
+        {"no_pool": "the process takes its memory from libjemalloc.so"},
+        Level.WARNING, "libjemalloc.so: the process hardly gets smaller", "without that",
+    ),
     "no huge pages": (
         {"host": replace(HOST, huge_pages="never")},
         Level.WARNING, "switched off", "echo madvise",
