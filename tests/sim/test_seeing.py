@@ -63,8 +63,11 @@ def test_bytes_are_those_that_the_device_counted(name: str, scheduler, tmp_path:
             assert back.nbytes == report.reloaded_bytes
             assert report.lanes["spill"].nbytes == report.written_bytes
             assert report.lanes["fetch"].nbytes == report.read_bytes
-            # A write that a busy machine has not begun in time is given up.
-            assert (report.written_bytes + report.cancelled_bytes > 0) == (name != "host")
+            bound_for_disk = report.written_bytes + report.cancelled_bytes
+            if name == "host":
+                assert bound_for_disk == 0
+            else:  # a busy machine may not have begun a write in time, or not even copied
+                assert bound_for_disk + report.forwarded_bytes > 0
             assert out.peak_depth >= 1
 
 
