@@ -1,5 +1,7 @@
 #include "queue.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -12,6 +14,7 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "checksum.h"
 
@@ -121,7 +124,9 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   // Body of a worker.
   void Serve() {
+    const clockid_t clock = BeginWorker();
     while (const std::optional<Piece> piece = NextPiece()) Run(*piece);
+    EndWorker(clock);
   }
 
   void BeginClose() {
@@ -140,7 +145,9 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   Queue::Stats GetStats() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return stats_;
+    Queue::Stats stats = stats_;
+    for (const clockid_t clock : clocks_) stats.cpu_ns += ClockNs(clock);
+    return stats;
   }
 
   const File& file() const { return *file_; }
@@ -157,10 +164,11 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   struct Outcome {
     int error;
     int64_t elapsed_ns;
-    int64_t cpu_ns;
   };
 
   void Validate(const Transfer& transfer) const;
+  clockid_t BeginWorker();
+  void EndWorker(clockid_t clock);
   std::optional<Piece> NextPiece();
   void Run(const Piece& piece);
   bool FinishPiece(const Piece& piece, const Outcome& outcome);
@@ -223,7 +231,10 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   int sleeping_ = 0;                 // workers that wait for work, also the one that wakes up
   bool one_wakes_up_ = false;        // it was notified and has not had the mutex yet
   bool closing_ = false;
-  Queue::Stats stats_;
+  // The CPU clocks of the workers that run. Read when somebody asks: a worker that read its own
+  // around each piece spent 8 % of its CPU time on that.
+  std::vector<clockid_t> clocks_;
+  Queue::Stats stats_;  // cpu_ns: of the workers that have ended
 };
 
 void QueueCore::Validate(const Transfer& transfer) const {
@@ -237,6 +248,20 @@ void QueueCore::Validate(const Transfer& transfer) const {
   if (transfer.offset > kLargestOffset - RoundUp(transfer.slot->nbytes(), kPageBytes)) {
     throw std::invalid_argument("offset " + std::to_string(transfer.offset) + " is too large");
   }
+}
+
+clockid_t QueueCore::BeginWorker() {
+  clockid_t clock = CLOCK_THREAD_CPUTIME_ID;
+  pthread_getcpuclockid(pthread_self(), &clock);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  clocks_.push_back(clock);
+  return clock;
+}
+
+void QueueCore::EndWorker(clockid_t clock) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  clocks_.erase(std::find(clocks_.begin(), clocks_.end(), clock));
+  stats_.cpu_ns += ClockNs(clock);
 }
 
 std::optional<QueueCore::Piece> QueueCore::NextPiece() {
@@ -276,7 +301,6 @@ void QueueCore::Run(const Piece& piece) {
   const uint64_t offset = transfer.offset + piece.begin;
 
   const int64_t start_ns = ClockNs(CLOCK_MONOTONIC);
-  const int64_t start_cpu_ns = ClockNs(CLOCK_THREAD_CPUTIME_ID);
   Outcome outcome{};
   if (transfer.kind == Kind::kWrite) {
     outcome.error = file_->Write(data, piece.nbytes, offset);
@@ -288,7 +312,6 @@ void QueueCore::Run(const Piece& piece) {
     }
   }
   outcome.elapsed_ns = ClockNs(CLOCK_MONOTONIC) - start_ns;
-  outcome.cpu_ns = ClockNs(CLOCK_THREAD_CPUTIME_ID) - start_cpu_ns;
   if (FinishPiece(piece, outcome)) Complete(request);
 }
 
@@ -298,7 +321,6 @@ bool QueueCore::FinishPiece(const Piece& piece, const Outcome& outcome) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool is_write = request->transfer_.kind == Kind::kWrite;
   (is_write ? stats_.write_ns : stats_.read_ns) += outcome.elapsed_ns;
-  stats_.cpu_ns += outcome.cpu_ns;
   if (outcome.error == 0) {
     (is_write ? stats_.written_bytes : stats_.read_bytes) += piece.nbytes;
   } else if (request->error_ == 0) {
