@@ -21,7 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import _native
 
+# Blocks in flight, and buffers of one block: as many as the engine's slots hold.
 FIO_DEPTH = 16
+# Times that one sample of the engine or of fio moves its bytes: fio tells CPU time in milliseconds.
+PASSES = 4
 MODES = ("write", "read", "duplex")
 
 
@@ -38,6 +41,7 @@ class Contender:
 
     name = ""
     pages = "4 KiB"
+    is_peer = False  # it has as many buffers as the engine, on the same file
     modes: tuple[str, ...] = ("write", "read")
 
     def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
@@ -58,47 +62,76 @@ class Contender:
         """Write one half while the other half is read."""
         raise NotImplementedError
 
+    passes = 1
+
     def measure(self, mode: str) -> Sample:
-        """Time one pass."""
+        """Time one sample."""
         move: Callable[[], None] = getattr(self, mode)
         before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        move()
+        for _ in range(self.passes):
+            move()
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        gigabytes = self.size_bytes / 1e9
+        gigabytes = self.passes * self.size_bytes / 1e9
         return Sample(gigabytes / seconds, cpu / gigabytes)
+
+
+class Scratch:
+    """The engine's nameless file, and a path by which fio opens the same one."""
+
+    def __init__(self, directory: Path, size_bytes: int) -> None:
+        """Create and reserve it; whoever uses it first writes all of it."""
+        self.file = _native.File(str(directory))
+        self.file.reserve(size_bytes)
+        start = f"{directory.resolve()}/"
+        descriptors = Path("/proc/self/fd").iterdir()
+        number = next(link.name for link in descriptors if _target(link).startswith(start))
+        self.path = Path(f"/proc/{os.getpid()}/fd/{number}")
+
+
+def _target(link: Path) -> str:
+    """Return what the descriptor is of; nothing if it is closed by now."""
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""
 
 
 class Engine(Contender):
     """The native queue, fed with slots of four blocks, a few of them in flight."""
 
     modes = MODES
-    threads = 2
+    passes = PASSES
 
-    def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
-        """Create the file and the slots."""
+    def __init__(
+        self, directory: Path, size_bytes: int, block_bytes: int, scratch: Scratch, threads: int
+    ) -> None:
+        """Create the slots, with bytes that no disk can take for a hole."""
         super().__init__(directory, size_bytes, block_bytes)
-        self.name = f"engine, {self.threads} threads"
-        self.file = _native.File(str(directory))
-        self.file.reserve(size_bytes)
-        self.queue = _native.Queue(self.file, threads=self.threads, block_bytes=block_bytes)
-        self.slot_bytes = min(4 * block_bytes, size_bytes // 2)
+        self.name = f"engine, {threads} threads"
+        self.queue = _native.Queue(scratch.file, threads=threads, block_bytes=block_bytes)
+        self.slot_bytes = FIO_DEPTH // 4 * block_bytes
         self.arena = _native.Arena(4 * self.slot_bytes)
-        self.slots = [self.arena.allocate(self.slot_bytes) for _ in range(4)]
+        self.slots = [self._filled_slot() for _ in range(4)]
         self.pages = "2 MiB" if self.arena.page_bytes > 4096 else "4 KiB"
         self.write()
+
+    def _filled_slot(self) -> _native.Slot:
+        slot = self.arena.allocate(self.slot_bytes)
+        assert slot is not None
+        torch.frombuffer(slot, dtype=torch.uint8).random_()
+        return slot
 
     def _move(self, kinds: Callable[[int], bool]) -> None:
         """Move extent i by a write if `kinds(i)`, else by a read, a slot at a time."""
         in_flight: list[_native.Request | None] = [None] * len(self.slots)
         for i in range(self.size_bytes // self.slot_bytes):
             turn = i % len(self.slots)
-            pending, slot = in_flight[turn], self.slots[turn]
-            assert slot is not None
+            pending = in_flight[turn]
             if pending is not None:
                 pending.wait()
             move = self.queue.write if kinds(i) else self.queue.read
-            in_flight[turn] = move(slot, i * self.slot_bytes)
+            in_flight[turn] = move(self.slots[turn], i * self.slot_bytes)
         for pending in in_flight:
             if pending is not None:
                 pending.wait()
@@ -114,12 +147,6 @@ class Engine(Contender):
     def duplex(self) -> None:
         """Write the even extents and read the odd ones."""
         self._move(lambda i: i % 2 == 0)
-
-
-class Engine4(Engine):
-    """The same with four threads."""
-
-    threads = 4
 
 
 class OneThread(Contender):
@@ -219,22 +246,31 @@ class Fio(Contender):
     modes = MODES
 
     def __init__(
-        self, directory: Path, size_bytes: int, block_bytes: int, engine: str, memory: str
+        self,
+        directory: Path,
+        size_bytes: int,
+        block_bytes: int,
+        scratch: Scratch,
+        engine: str,
+        memory: str,
+        jobs: int,
     ) -> None:
-        """Let fio write its file once; all its engines share it."""
+        """Try it once. psync: `jobs` threads with a buffer each; others: one job, all buffers."""
         super().__init__(directory, size_bytes, block_bytes)
-        self.engine, self.memory = engine, memory
+        self.scratch, self.engine, self.memory, self.jobs = scratch, engine, memory, jobs
+        self.depth = 1 if engine == "psync" else FIO_DEPTH
         self.pages = "2 MiB" if memory == "mmaphuge" else "4 KiB"
-        self.name = f"fio {engine}, " + ("2 jobs" if engine == "psync" else f"depth {FIO_DEPTH}")
+        self.is_peer = jobs * self.depth == FIO_DEPTH
+        self.name = f"fio {engine}, {f'{jobs} jobs' if jobs > 1 else f'depth {self.depth}'}"
         self.measure("write")
 
     def measure(self, mode: str) -> Sample:
-        """Run one pass."""
-        jobs = 2 if self.engine == "psync" else 1
+        """Take one sample."""
+        jobs = self.jobs
         command = [
-            *("fio", "--name=pass", f"--filename={self.directory / 'fio.bin'}"),
+            *("fio", "--name=pass", f"--filename={self.scratch.path}"),
             *(f"--rw={'rw' if mode == 'duplex' else mode}", f"--bs={self.block_bytes}"),
-            *(f"--ioengine={self.engine}", f"--iodepth={1 if jobs > 1 else FIO_DEPTH}"),
+            *(f"--ioengine={self.engine}", f"--iodepth={self.depth}", f"--loops={PASSES}"),
             *("--thread", f"--numjobs={jobs}", "--group_reporting"),
             *(f"--size={self.size_bytes // jobs}", f"--filesize={self.size_bytes}"),
             *(f"--offset_increment={self.size_bytes // jobs}", "--direct=1", "--overwrite=1"),
@@ -247,5 +283,7 @@ class Fio(Contender):
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         gigabytes = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9
         runtime_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
-        cpu_share = (job["usr_cpu"] + job["sys_cpu"]) / 100
-        return Sample(gigabytes / runtime_s, cpu_share * job["job_runtime"] / 1e3 / gigabytes)
+        # Of each job it rounds user and system time down to milliseconds: half of one each.
+        rounded_s = jobs * 2 * 0.5e-3
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 + rounded_s
+        return Sample(gigabytes / runtime_s, cpu_s / gigabytes)
