@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiofiles
@@ -21,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import _native
 
-# Blocks in flight, and buffers of one block: as many as the engine's slots hold.
-FIO_DEPTH = 16
+# Blocks that the engine's slots hold: fio with as many in flight has as many buffers.
+SLOT_BLOCKS = 16
 # Times that one sample of the engine or of fio moves its bytes: fio tells CPU time in milliseconds.
-PASSES = 4
+PASSES = 2
+# With more, what it rounds off is as much as what it tells.
+MOST_EXACT_JOBS = 4
 MODES = ("write", "read", "duplex")
 
 
@@ -33,7 +35,8 @@ class Sample:
     """One pass of one contender."""
 
     gb_per_s: float
-    cpu_s_per_gb: float
+    cpu_s_per_gb: float | None  # nothing: not told exactly enough
+    worker_cpu_s_per_gb: float | None = None  # of the engine's threads, without who submits
 
 
 class Contender:
@@ -41,7 +44,7 @@ class Contender:
 
     name = ""
     pages = "4 KiB"
-    is_peer = False  # it has as many buffers as the engine, on the same file
+    in_flight = 1  # blocks that the kernel has at a time
     modes: tuple[str, ...] = ("write", "read")
 
     def __init__(self, directory: Path, size_bytes: int, block_bytes: int) -> None:
@@ -109,12 +112,21 @@ class Engine(Contender):
         """Create the slots, with bytes that no disk can take for a hole."""
         super().__init__(directory, size_bytes, block_bytes)
         self.name = f"engine, {threads} threads"
+        self.in_flight = threads
         self.queue = _native.Queue(scratch.file, threads=threads, block_bytes=block_bytes)
-        self.slot_bytes = FIO_DEPTH // 4 * block_bytes
+        self.slot_bytes = SLOT_BLOCKS // 4 * block_bytes
         self.arena = _native.Arena(4 * self.slot_bytes)
         self.slots = [self._filled_slot() for _ in range(4)]
         self.pages = "2 MiB" if self.arena.page_bytes > 4096 else "4 KiB"
         self.write()
+
+    def measure(self, mode: str) -> Sample:
+        """Time one sample, and tell the workers from the Python that submits."""
+        before_ns = self.queue.stats()["cpu_ns"]
+        sample = super().measure(mode)
+        worker_s = (self.queue.stats()["cpu_ns"] - before_ns) / 1e9
+        gigabytes = self.passes * self.size_bytes / 1e9
+        return replace(sample, worker_cpu_s_per_gb=worker_s / gigabytes)
 
     def _filled_slot(self) -> _native.Slot:
         slot = self.arena.allocate(self.slot_bytes)
@@ -252,16 +264,16 @@ class Fio(Contender):
         block_bytes: int,
         scratch: Scratch,
         engine: str,
+        in_flight: int,
         memory: str,
-        jobs: int,
     ) -> None:
-        """Try it once. psync: `jobs` threads with a buffer each; others: one job, all buffers."""
+        """Try it once. psync has a thread for each block in flight, the others have one."""
         super().__init__(directory, size_bytes, block_bytes)
-        self.scratch, self.engine, self.memory, self.jobs = scratch, engine, memory, jobs
-        self.depth = 1 if engine == "psync" else FIO_DEPTH
+        self.scratch, self.engine, self.memory = scratch, engine, memory
+        self.in_flight = in_flight
+        self.jobs = in_flight if engine == "psync" else 1
         self.pages = "2 MiB" if memory == "mmaphuge" else "4 KiB"
-        self.is_peer = jobs * self.depth == FIO_DEPTH
-        self.name = f"fio {engine}, {f'{jobs} jobs' if jobs > 1 else f'depth {self.depth}'}"
+        self.name = f"fio {engine}, {'jobs' if engine == 'psync' else 'depth'} {in_flight}"
         self.measure("write")
 
     def measure(self, mode: str) -> Sample:
@@ -270,7 +282,11 @@ class Fio(Contender):
         command = [
             *("fio", "--name=pass", f"--filename={self.scratch.path}"),
             *(f"--rw={'rw' if mode == 'duplex' else mode}", f"--bs={self.block_bytes}"),
-            *(f"--ioengine={self.engine}", f"--iodepth={self.depth}", f"--loops={PASSES}"),
+            *(
+                f"--ioengine={self.engine}",
+                f"--iodepth={self.in_flight // jobs}",
+                f"--loops={PASSES}",
+            ),
             *("--thread", f"--numjobs={jobs}", "--group_reporting"),
             *(f"--size={self.size_bytes // jobs}", f"--filesize={self.size_bytes}"),
             *(f"--offset_increment={self.size_bytes // jobs}", "--direct=1", "--overwrite=1"),
@@ -283,6 +299,8 @@ class Fio(Contender):
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         gigabytes = (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9
         runtime_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
+        if jobs > MOST_EXACT_JOBS:
+            return Sample(gigabytes / runtime_s, None)
         # Of each job it rounds user and system time down to milliseconds: half of one each.
         rounded_s = jobs * 2 * 0.5e-3
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 + rounded_s
