@@ -28,6 +28,13 @@ PASSES = 2
 # With more, what it rounds off is as much as what it tells.
 MOST_EXACT_JOBS = 4
 MODES = ("write", "read", "duplex")
+# fio fills the buffers of jobs that may write before it starts the clock. Those of one that only
+# reads it would first touch, and the kernel clear, while that runs.
+FIO_MIX = {
+    "write": ("--rw=write",),
+    "read": ("--rw=rw", "--rwmixread=100"),
+    "duplex": ("--rw=rw", "--rwmixread=50"),
+}
 
 
 @dataclass(frozen=True)
