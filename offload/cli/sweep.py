@@ -7,7 +7,7 @@ import html
 import io
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,14 +37,15 @@ _WARM_UP = 2  # steps: the second is the first that knows in which order backwar
 
 @dataclass(frozen=True)
 class Point:
-    """One way to run the step. Seconds and bytes; ``None``: not measured.
+    """One way to run the step. Seconds and bytes; ``None`` or empty: not measured.
 
     Attributes:
         name: ``"plan"``, or one of the other ways: ``"plain"``, ``"recompute all"``, ``"offload
             all"``.
         budget_bytes: of device memory.
         predicted_seconds, predicted_bytes: of a step, and its peak.
-        measured_seconds, measured_bytes: the same: the median, and the largest.
+        measured_bytes: the peak that was seen.
+        round_seconds: of one step in each round.
         beside: the other way whose peak is this plan's budget.
     """
 
@@ -52,19 +53,34 @@ class Point:
     budget_bytes: int
     predicted_seconds: float
     predicted_bytes: int
-    measured_seconds: float | None = None
     measured_bytes: int | None = None
+    round_seconds: tuple[float, ...] = ()
     beside: str = ""
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The median of the rounds."""
+        return statistics.median(self.round_seconds) if self.round_seconds else None
 
     @property
     def seconds(self) -> float:
         """Measured, else predicted."""
-        return self.predicted_seconds if self.measured_seconds is None else self.measured_seconds
+        measured = self.measured_seconds
+        return self.predicted_seconds if measured is None else measured
 
     @property
     def nbytes(self) -> int:
         """Measured, else predicted."""
         return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
+
+    def ratio_to(self, other: Point) -> float:
+        """Of times: the median of the rounds' ratios, as what slows the machine down for a while
+        slows both.
+        """
+        if not (self.round_seconds and other.round_seconds):
+            return self.seconds / other.seconds
+        rounds = zip(self.round_seconds, other.round_seconds, strict=True)
+        return statistics.median(mine / its for mine, its in rounds)
 
 
 def other_ways(found: Measurement) -> list[tuple[str, Plan]]:
@@ -80,47 +96,64 @@ def budgets_of(found: Measurement, points: int) -> list[float]:
 
 
 def sweep(
-    target: Target, found: Measurement, options: dict[str, Any], points: int, steps: int
-) -> Iterable[Point]:
-    """Each way's point, measured over ``steps`` steps after two to warm up; 0: predicted only.
+    target: Target,
+    found: Measurement,
+    options: dict[str, Any],
+    points: int,
+    steps: int,
+    advance: Callable[[int], None] = lambda total: None,
+) -> list[Point]:
+    """Each way's point. In each of ``steps`` rounds every way runs a step that is timed; 0: none.
 
     After the other ways come plans for their peaks, where there are any, and for ``points`` more.
+    ``advance`` is told of each run, and how many there are.
     """
-    budgets: list[tuple[float, str]] = []
-    for name, plan in other_ways(found):
-        point = point_of(target, name, plan, options, steps)
-        yield point
-        if name != "plain":
-            budgets.append((point.nbytes, name))
-    for budget, beside in [*budgets, *((n, "") for n in budgets_of(found, points))]:
+    plans = [plan for _, plan in other_ways(found)]
+    done = [point_of(name, plan) for name, plan in other_ways(found)]
+    total = max(1, steps) * (2 * len(done) - 1 + points)
+
+    def run(number: int) -> None:
+        if steps:
+            done[number] = measured(target, done[number], plans[number], options)
+        advance(total)
+
+    for number in range(len(done)):
+        run(number)
+    beside = [(p.nbytes, p.name) for p in done if p.name != "plain"]
+    for budget, name in [*beside, *((n, "") for n in budgets_of(found, points))]:
         try:
             plan = found.plan(budget)
         except PlanError:  # below the floor; or host memory or the disk do not allow it
+            total -= max(1, steps)
             continue
-        yield replace(point_of(target, "plan", plan, options, steps), beside=beside)
+        plans.append(plan)
+        done.append(replace(point_of("plan", plan), beside=name))
+        run(len(done) - 1)
+    for _ in range(steps - 1):
+        for number in range(len(done)):
+            run(number)
+    return done
 
 
-def point_of(target: Target, name: str, plan: Plan, options: dict[str, Any], steps: int) -> Point:
-    """The point of one plan."""
-    point = Point(name, int(plan.budgets.device_bytes), plan.seconds, plan.peak_bytes)
-    if not steps:
-        return point
-    seconds, peak = measured(target, plan, options, steps)
-    return replace(point, measured_seconds=seconds, measured_bytes=peak)
+def point_of(name: str, plan: Plan) -> Point:
+    """What is predicted of a plan."""
+    return Point(name, int(plan.budgets.device_bytes), plan.seconds, plan.peak_bytes)
 
 
-def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) -> tuple[float, int]:
-    """Median seconds of a step under ``plan``, and the most memory of any."""
+def measured(target: Target, point: Point, plan: Plan, options: dict[str, Any]) -> Point:
+    """The point with one more round: a step under ``plan`` after two to warm up, and in the first
+    round the most memory of any.
+    """
     assert target.model is not None
     budget = int(plan.budgets.device_bytes)
     limited: dict[str, Any] = {} if budget >= NO_LIMIT else {"device_budget": budget}
-    times, peaks = [], []
+    seconds, peak_bytes = 0.0, 0
     with (
         Session(**options, **limited) as session,
         session.apply(target.model, plan),
     ):
         on_cpu = session.config.device.type == "cpu"
-        for _ in range(steps + _WARM_UP):
+        for number in range(_WARM_UP + 1):
             if not on_cpu:
                 torch.accelerator.synchronize()
                 torch.accelerator.reset_peak_memory_stats()
@@ -129,15 +162,20 @@ def measured(target: Target, plan: Plan, options: dict[str, Any], steps: int) ->
                 target.step()
             if not on_cpu:
                 torch.accelerator.synchronize()
-            times.append(time.perf_counter() - started)
-            if not on_cpu:
-                peaks.append(torch.accelerator.max_memory_allocated())
-        if on_cpu:  # the report sees nothing small, the meter nothing that is recomputed
+            seconds = time.perf_counter() - started
+            if not on_cpu and number:
+                peak_bytes = max(peak_bytes, torch.accelerator.max_memory_allocated())
+        if on_cpu and point.measured_bytes is None:
+            # The report sees nothing small, the meter nothing that is recomputed.
             meter = activation_meter(target.model, session)
             with session.step() as step, meter:  # not timed: the meter slows it down
                 target.step()
-            peaks = [0, max(meter.peak_bytes, step.report.peak_live_bytes)]
-    return statistics.median(times[_WARM_UP:]), max(peaks[1:])
+            peak_bytes = max(meter.peak_bytes, step.report.peak_live_bytes)
+    return replace(
+        point,
+        measured_bytes=max(peak_bytes, point.measured_bytes or 0),
+        round_seconds=(*point.round_seconds, seconds),
+    )
 
 
 # -- showing it -----------------------------------------------------------------------------------
@@ -175,12 +213,12 @@ def verdicts(points: Sequence[Point]) -> list[str]:
     found = []
     for other in (p for p in points if p.name not in ("plan", "plain")):
         plans = [p for p in points if p.name == "plan" and p.nbytes <= other.nbytes]
-        best = min(plans, key=lambda p: p.seconds, default=None)
+        best = min(plans, key=lambda p: p.ratio_to(other), default=None)
         if best is None:
             found.append(f"{other.name}: no plan needs as little ({format_bytes(other.nbytes)})")
             continue
         found.append(
-            f"{other.name}: a plan takes {best.seconds / other.seconds - 1:+.1%} of its time with "
+            f"{other.name}: a plan takes {best.ratio_to(other) - 1:+.1%} of its time with "
             f"{best.nbytes / other.nbytes - 1:+.1%} of its memory"
         )
     return found
@@ -252,7 +290,7 @@ def page(points: Sequence[Point], title: str) -> str:
     metavar="NUMBER",
     default=2,
     show_default=True,
-    help="Measured steps of each point, after two to warm up; 0: predictions only.",
+    help="Rounds: each way runs one step, after two to warm up; 0: predictions only.",
 )
 @click.option(
     "--png", type=arguments.OUTPUT_FILE, metavar="FILE", help="Draw the curve (needs matplotlib)."
@@ -292,20 +330,21 @@ def command(
             target, options, device_budget=None, segments=segments, solver="search",
             quiet=quiet or as_json,
         )  # fmt: skip
-        done: list[Point] = []
-        columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with terminal.progress(*columns, quiet=quiet or as_json) as progress:
-            bar = progress.add_task("points", total=points + 5)
-            for point in sweep(target, found, options, points, steps):
-                done.append(point)
-                progress.update(bar, advance=1)
+            bar = progress.add_task("runs", total=None)
+
+            def advance(total: int) -> None:
+                progress.update(bar, advance=1, total=total)
+
+            done = sweep(target, found, options, points, steps, advance)
     title = f"{target.name}: memory and time of a step"
     if png is not None:
         terminal.save(png, picture(done, title, "png"))
     if page_path is not None:
         terminal.save(page_path, page(done, title))
     if as_json:
-        points_told = [asdict(p) for p in done]
+        points_told = [{**asdict(p), "measured_seconds": p.measured_seconds} for p in done]
         terminal.print_json({"format": JSON_FORMAT, "target": target.name, "points": points_told})
     else:
         terminal.results().print(table_of(done))

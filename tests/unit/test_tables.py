@@ -74,8 +74,8 @@ def shown_by_commands() -> dict[str, Any]:
     )  # fmt: skip
     waited = replace(profile.report, waits=(wait,) * 12, warnings=("the disk is full " * 9,))
     ways = [
-        sweep.Point("recompute all", 0, 12.5, 593 << 20, 13.25, 600 << 20),
-        sweep.Point("plan", 45 << 20, 0.1281, 5 << 20, 0.138, 6 << 20),
+        sweep.Point("recompute all", 0, 12.5, 593 << 20, 600 << 20, (13.25,)),
+        sweep.Point("plan", 45 << 20, 0.1281, 5 << 20, 6 << 20, (0.138,)),
     ]
     run = demo.Run(["0x1.8p+1"] * 6, ["ab"] * 6, [2.5] * 6, "p", "0x1.8p+1", 622 << 20, 1 << 30, 99)
     offloaded = replace(run, report=profile.report.to_dict())
