@@ -37,8 +37,13 @@ constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);
 // busy training. So a sleeping worker is woken only if it is needed: while another is on its way,
 // that one wakes the next if it finds more than it can do; and while those that are awake have no
 // more than this much to do for each of them, they come to it soon. Who waits already, for an
-// urgent read, does not wait for that.
+// urgent read or in Wait, does not wait for that.
 constexpr size_t kBytesPerWorker = size_t{128} << 10;
+
+// Awake is also who naps: the worker that was the last to find nothing to do looks again by itself,
+// this often, before it sleeps. Small requests that come one by one need not wake anybody then.
+constexpr std::chrono::microseconds kNap{200};
+constexpr int kNaps = 5;
 
 // Notifies when it is destroyed: declared before a lock, after that is let go. Who is woken earlier
 // runs into the lock and sleeps again.
@@ -93,6 +98,8 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   bool Wait(const Request& request, std::chrono::nanoseconds timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
+    const bool is_waiting = !request.done_ && request.handed_bytes_ == 0;
+    if (is_waiting && napping_) work_.notify_one();  // [Note: wake-ups]
     return request.done_changed_.wait_for(lock, std::min(timeout, kLongestWait),
                                           [&] { return request.done_.load(); });
   }
@@ -170,6 +177,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   clockid_t BeginWorker();
   void EndWorker(clockid_t clock);
   std::optional<Piece> NextPiece();
+  void Rest(std::unique_lock<std::mutex>* lock, int rests);
   void Run(const Piece& piece);
   bool FinishPiece(const Piece& piece, const Outcome& outcome);
   void Complete(Request* request);
@@ -212,7 +220,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
 
   // [Note: wake-ups] Called whenever something waits that did not before, or more urgently.
   void WakeIfNeeded(Notices* notices) {
-    if (sleeping_ == 0 || one_wakes_up_) return;
+    if ((sleeping_ == 0 && !napping_) || one_wakes_up_) return;
     const int awake = options_.threads - sleeping_;
     if (lanes_[0].empty() && unfinished_bytes_ <= awake * kBytesPerWorker) return;
     one_wakes_up_ = true;
@@ -229,6 +237,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   std::array<size_t, 2> waiting_{};  // reads and writes of which no piece has begun
   size_t unfinished_bytes_ = 0;      // of requests that are not done
   int sleeping_ = 0;                 // workers that wait for work, also the one that wakes up
+  bool napping_ = false;             // one waits for work that is not counted among those
   bool one_wakes_up_ = false;        // it was notified and has not had the mutex yet
   bool closing_ = false;
   // The CPU clocks of the workers that run. Read when somebody asks: a worker that read its own
@@ -271,12 +280,7 @@ std::optional<QueueCore::Piece> QueueCore::NextPiece() {
     return std::find_if(lanes_.begin(), lanes_.end(),
                         [](const Lane& lane) { return !lane.empty(); });
   };
-  while (!closing_ && first_busy() == lanes_.end()) {
-    ++sleeping_;
-    work_.wait(lock);
-    --sleeping_;
-    one_wakes_up_ = false;
-  }
+  for (int rests = 0; !closing_ && first_busy() == lanes_.end(); ++rests) Rest(&lock, rests);
   const auto lane = first_busy();
   if (lane == lanes_.end()) return std::nullopt;  // closing, and all is handed out
 
@@ -292,6 +296,20 @@ std::optional<QueueCore::Piece> QueueCore::NextPiece() {
   if (request->handed_bytes_ == request->total_bytes_) lane->pop_front();
   if (first_busy() != lanes_.end()) WakeIfNeeded(&notices);
   return Piece{request, begin, nbytes};
+}
+
+// [Note: wake-ups] Waits for work, for the `rests`-th time since there was any.
+void QueueCore::Rest(std::unique_lock<std::mutex>* lock, int rests) {
+  if (!napping_ && rests < kNaps) {
+    napping_ = true;
+    work_.wait_for(*lock, kNap);
+    napping_ = false;
+  } else {
+    ++sleeping_;
+    work_.wait(*lock);
+    --sleeping_;
+  }
+  one_wakes_up_ = false;
 }
 
 void QueueCore::Run(const Piece& piece) {
