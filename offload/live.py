@@ -107,9 +107,10 @@ class LiveBytes:
     @property
     def alive_bytes(self) -> int:
         """Bytes of the tracked storages that are alive now."""
-        with self._lock:
-            self._drain()
-            return self._alive_bytes
+        if self._dead:
+            with self._lock:
+                self._drain()
+        return self._alive_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -138,7 +139,11 @@ class LiveBytes:
 
 def is_parameter_like(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a parameter or a view of one (a linear layer saves ``weight.t()``)."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+    base = tensor._base
+    # The types first: torch.nn.Parameter decides in Python what is an instance of it.
+    return (type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)) or (
+        base is not None and type(base) is not Tensor and isinstance(base, torch.nn.Parameter)
+    )
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
