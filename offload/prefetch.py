@@ -22,7 +22,7 @@ again.
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -41,9 +41,10 @@ _Deferred = deque[tuple[weakref.ref[Ticket], _Request]]
 class Tape:
     """The tickets of one forward of one thread, as they were saved."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, recorded: int | None) -> None:
         self.number = number
         self.signature = 0  # of the sizes saved so far
+        self.recorded = recorded  # of all that the one with its number saved in the recorded step
         self._nodes: list[int] = []
         self._tickets: list[weakref.ref[Ticket]] = []
         self._order: list[int] = []
@@ -83,9 +84,9 @@ class Recording:
         self.order = asked
         self.rank = {request: rank for rank, request in enumerate(asked)}
 
-    def covers(self, tape: Tape) -> bool:
-        """Whether this forward saves what the one with its number saved in the recorded step."""
-        return tape.number < len(self.signatures) and self.signatures[tape.number] == tape.signature
+    def signature(self, number: int) -> int | None:
+        """Of the forward with this number; ``None`` if there was none."""
+        return self.signatures[number] if number < len(self.signatures) else None
 
 
 class Prefetcher:
@@ -96,7 +97,7 @@ class Prefetcher:
         self._tapes: list[Tape] = []
         self._open: dict[int, Tape] = {}  # by thread
         self._asked: list[_Request] = []
-        self._times: Counter[_Place] = Counter()  # each was asked for
+        self._times: dict[_Place, int] = {}  # each was asked for
         self._recording = Recording([], [])
         self._walk: tuple[int, int] = (-1, -1)  # the backward and tape that the cursor belongs to
         self._cursor = 0
@@ -124,13 +125,14 @@ class Prefetcher:
         if tape is None:
             if len(self._tapes) >= MAX_FORWARDS:  # one step around a whole training loop
                 self.begin_step()
-            tape = self._open[thread] = Tape(len(self._tapes))
+            number = len(self._tapes)
+            tape = self._open[thread] = Tape(number, self._recording.signature(number))
             self._tapes.append(tape)
         if node is None:
             # It has taken its number already: the last one given out.
             node = torch._C._autograd._get_sequence_nr() - 1
         tape.append(ticket, node)
-        if self._recording.covers(tape) and self._walk[1] == -1:  # this forward is complete
+        if tape.signature == tape.recorded and self._walk[1] == -1:  # this forward is complete
             self._look_again(self._staying)
             self._bring(self._recorded())
 
@@ -153,7 +155,7 @@ class Prefetcher:
         walk = (torch._C._current_graph_task_id(), -1 if known else id(tape))
         if walk != self._walk or self._cursor <= rank:
             self._walk, self._cursor = walk, rank + 1
-        if known:
+        if known and self._again:
             self._look_again(self._again)
         self._bring(self._recorded() if known else self._predicted(tape))
 
@@ -162,10 +164,12 @@ class Prefetcher:
         place = (tape.number, ordinal)
         if tape.number >= len(self._tapes) or self._tapes[tape.number] is not tape:
             return None  # of an earlier step
-        if not self._asked or self._asked[-1][0] != place:  # else read twice by one operation
-            self._asked.append((place, self._times[place]))
-            self._times[place] += 1
-        return self._recording.rank.get(self._asked[-1]) if self._recording.covers(tape) else None
+        asked = self._asked
+        if not asked or asked[-1][0] != place:  # else read twice by one operation
+            times = self._times.get(place, 0)
+            self._times[place] = times + 1
+            asked.append((place, times))
+        return self._recording.rank.get(asked[-1]) if tape.signature == tape.recorded else None
 
     def _bring(self, upcoming: Iterator[Ticket]) -> None:
         for ticket in upcoming:
@@ -178,7 +182,7 @@ class Prefetcher:
         for _ in range(len(deferred)):
             ref, request = deferred.popleft()
             ticket = ref()
-            if ticket is None or self._times[request[0]] > request[1]:
+            if ticket is None or self._times.get(request[0], 0) > request[1]:
                 continue  # it was asked for meanwhile
             if not self._tiers.prefetch(ticket.block):
                 deferred.append((ref, request))
@@ -186,7 +190,7 @@ class Prefetcher:
             self._defer_if_unsure(ticket, request)
 
     def _defer_if_unsure(self, ticket: Ticket, request: _Request) -> None:
-        if self._times[request[0]] < request[1]:
+        if self._times.get(request[0], 0) < request[1]:
             self._again.append((weakref.ref(ticket), request))
         elif ticket.block.state in (State.LIVE, State.OFFLOADING):
             self._staying.append((weakref.ref(ticket), request))
@@ -210,7 +214,7 @@ class Prefetcher:
             if number >= len(self._tapes):
                 return
             tape = self._tapes[number]
-            if not self._recording.covers(tape):
+            if tape.signature != tape.recorded:
                 if tape in self._open.values():
                     return
                 self._cursor += 1
