@@ -270,6 +270,11 @@ void BindArena(py::module_& module) {
       .def_property_readonly("page_bytes", [](const Arena& a) { return a.GetStats().page_bytes; })
       .def_property_readonly("outside_bytes",
                              [](const Arena& a) { return a.GetStats().outside_bytes; })
+      .def_property_readonly("held_bytes",
+                             [](const Arena& a) {
+                               const Arena::Stats stats = a.GetStats();
+                               return stats.used_bytes + stats.outside_bytes;
+                             })
       .def(
           "allocate",
           [](Arena& arena, int64_t nbytes) -> std::unique_ptr<SlotHandle> {

@@ -78,6 +78,9 @@ class Arena:
     def outside_bytes(self) -> int:
         """Bytes held by slots with a mapping of their own, in whole pages."""
     @property
+    def held_bytes(self) -> int:
+        """`used_bytes` and `outside_bytes` of one moment."""
+    @property
     def live_slots(self) -> int:
         """Slots of both kinds whose memory has not been given back."""
     @property

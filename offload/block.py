@@ -29,10 +29,10 @@ import weakref
 from enum import Enum, auto
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.budget import Reservation
-from offload.engines import Request, Slot
+from offload.engines import Request, Slot, padded
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import DONE, Fence, Lane
 from offload.layout import TensorLayout, with_bits
@@ -52,10 +52,7 @@ class State(Enum):
     FETCHING = auto()
 
 
-def _weak(storage: torch.UntypedStorage) -> _StorageWeakRef:
-    return _StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
+_revived = torch.UntypedStorage._new_with_weak_ptr
 _block_ids = itertools.count()
 _FEW_TICKETS = 16
 
@@ -124,7 +121,6 @@ class Block:
 
     __slots__ = (
         "__weakref__",
-        "_about",
         "_arrived",
         "_device",
         "_device_ref",
@@ -139,8 +135,8 @@ class Block:
         "foreign",
         "generation",
         "id",
-        "module",
         "nbytes",
+        "padded_bytes",
         "placement",
         "produced",
         "request",
@@ -148,20 +144,27 @@ class Block:
         "segment",
         "slot",
         "state",
+        "subject",
         "tickets",
+        "window_bytes",
         "witness",
     )
 
     def __init__(
-        self, storage: torch.UntypedStorage, witness: VersionWitness, placement: Placement
+        self,
+        storage: torch.UntypedStorage,
+        witness: VersionWitness,
+        placement: Placement,
+        module: str = "",
     ) -> None:
         self.id = next(_block_ids)
         self.nbytes = storage.nbytes()
+        self.padded_bytes = padded(self.nbytes)  # of its slot
+        self.window_bytes = self.nbytes  # what it takes of a window: perhaps its slot
         self.device = storage.device
         self.placement = placement
         self.produced: object = None  # what the lane said when it was saved
-        self.module = ""  # that saved it, where modules are watched
-        self._about: Subject | None = None
+        self.subject = Subject(self.id, module)  # what an event of this block is about
         self.segment = -1  # of a plan, whose forward saved it
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
@@ -174,9 +177,8 @@ class Block:
         self.extent: Extent | None = None
         self.checksum: int | None = None
         self.request: Request | None = None  # of the transfer in flight
-        self.reservation: Reservation | None = (
-            None  # of prefetched bytes that nobody has asked for yet
-        )
+        # Of prefetched bytes that nobody has asked for yet.
+        self.reservation: Reservation | None = None
         self.copied: Fence = DONE  # the copy out
         self._source_address = 0  # of that copy
         self._arrived: Fence = DONE  # the copy in
@@ -184,19 +186,14 @@ class Block:
         # Held for as long as the block lives: while it is, torch does not give the storage's
         # address to another one, so the address is a safe key. It also finds the original if
         # somebody keeps it alive.
-        self._origin = _weak(storage)
+        self._origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._device_ref = self._origin
 
-    def about(self, ticket: Ticket | None = None) -> Subject:
-        """What an event of this block is about; with the ticket that backward asks for now, also
-        which operator of backward and which tensor.
-        """
-        if ticket is None:
-            if self._about is None:
-                self._about = Subject(self.id, self.module)
-            return self._about
+    def asked_by(self, ticket: Ticket) -> Subject:
+        """``subject``, with the operator of backward that asks now and the tensor it wants."""
         node = torch._C._current_autograd_node()
-        return Subject(self.id, self.module, node.name() if node is not None else "", ticket.layout)
+        operator = node.name() if node is not None else ""
+        return self.subject._replace(operator=operator, tensor=ticket.layout)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -210,7 +207,7 @@ class Block:
         self._expect(State.LIVE)
         assert self._device is not None
         self.copied, self.checksum = lane.copy_out(
-            slot, self._device, self.produced, checksum=checksum, about=self.about()
+            slot, self._device, self.produced, checksum=checksum, about=self.subject
         )
         self.slot = slot
         self._source_address = self._device.data_ptr()
@@ -298,16 +295,20 @@ class Block:
         self.request = None
         self.state = State.HOST
 
-    def reload(self, lane: Lane) -> None:
+    def reload(self, lane: Lane) -> torch.UntypedStorage:
         """Make a device copy of the host bytes. The state stays: it names the copy that lasts."""
-        self._expect(State.HOST, State.SPILLING)
+        if self.state is not State.SPILLING:
+            self._expect(State.HOST)
         assert self.slot is not None
         self._device, self._arrived = lane.copy_in(
-            self.slot, self.copied, self.device, self.about()
+            self.slot, self.copied, self.device, self.subject
         )
-        self._device_ref = _weak(self._device)
+        self._device_ref = StorageWeakRef(self._device)  # type: ignore[no-untyped-call]
         self.generation += 1
-        self._prune()
+        self._served = 0
+        if len(self.tickets) > 1:
+            self._prune()
+        return self._device
 
     def release_slot(self) -> None:
         """HOST -> DISK: the bytes came from there and are there still."""
@@ -320,7 +321,7 @@ class Block:
     def unload(self) -> None:
         """Let go of a reloaded copy that nobody has asked for."""
         self.reservation = None
-        if self.state not in (State.LIVE, State.OFFLOADING):
+        if self.state is not State.LIVE and self.state is not State.OFFLOADING:
             self._device = None
             self._device_ref = self._origin  # it may still be arriving, for nobody
             self._arrived = DONE
@@ -334,39 +335,37 @@ class Block:
         The original goes first. Somebody may have written to it without torch's notice (NumPy, a
         normalisation to its running statistics), and backward without a session would see that.
         """
-        if self.state in (State.LIVE, State.OFFLOADING):
+        if self.state is State.LIVE or self.state is State.OFFLOADING:
             return self._device
-        for ref in (self._origin, self._device_ref):
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            # FSDP empties the storages of parameters; nothing of that kind becomes a block, but
-            # look anyway.
-            if storage is not None and storage.nbytes() == self.nbytes:
-                return storage
-        return None
+        # FSDP empties the storages of parameters; nothing of that kind becomes a block, but look
+        # at the size anyway.
+        storage = _revived(self._origin.cdata)
+        if storage is None or storage.nbytes() != self.nbytes:
+            storage = _revived(self._device_ref.cdata)
+            if storage is not None and storage.nbytes() != self.nbytes:
+                return None
+        return storage
 
     @property
     def arrived(self) -> bool:
         """Whether a reload has completed, and not only been started."""
         return self._arrived.done()
 
-    def serve(self, lane: Lane, ticket: Ticket) -> torch.UntypedStorage:
-        """The resident storage, ordered before the caller's work. Counts ``ticket`` as served, and
-        lets a reloaded copy go once every ticket has been.
+    def serve(self, lane: Lane, ticket: Ticket, storage: torch.UntypedStorage) -> None:
+        """Order ``storage``, which is the resident one, before the caller's work. Counts ``ticket``
+        as served, and lets a reloaded copy go once every ticket has been.
 
         Without this, a storage that two operators saved would be read twice; with a reference held
         for as long as the block lives, a retained graph would fill the memory again.
         """
-        storage = self.resident()
-        assert storage is not None
         self.reservation = None
         ticket.served = self.generation
-        if self.state in (State.LIVE, State.OFFLOADING):
-            return storage  # the original is the only copy, and autograd has ordered its streams
+        if self.state is State.LIVE or self.state is State.OFFLOADING:
+            return  # the original is the only copy, and autograd has ordered its streams
         if storage._cdata == self._device_ref.cdata != self._origin.cdata:
-            lane.before_use(storage, self._arrived, lambda: self.about(ticket))
+            lane.before_use(storage, self._arrived, lambda: self.asked_by(ticket))
         if self._all_served():
             self._device = None
-        return storage
 
     def claim(self, ticket: Ticket) -> None:
         """Count ``ticket`` among those that are to be served."""
@@ -391,9 +390,9 @@ class Block:
             self._served += 1
         return True
 
-    def _expect(self, *states: State) -> None:
-        if self.state not in states:
-            wanted = " or ".join(s.name for s in states)
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
             raise StateError(
-                f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected {wanted}"
+                f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected "
+                f"{state.name}"
             )

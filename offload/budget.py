@@ -12,8 +12,8 @@ class Reservation:
 
     __slots__ = ("_returned", "nbytes")
 
-    def __init__(self, nbytes: int, returned: "deque[int]") -> None:
-        self.nbytes = nbytes
+    def __init__(self, returned: "deque[int]") -> None:
+        self.nbytes = 0
         self._returned = returned
 
     def __del__(self) -> None:
@@ -58,9 +58,10 @@ class Budget:
         used = self.used_bytes
         if used + nbytes > self.limit_bytes and not (alone and used == 0):
             return None
-        reservation = Reservation(0, self._returned)
+        reservation = Reservation(self._returned)
         # No call between these two, so that an interrupt finds both done or none.
-        self._used_bytes = used + nbytes
+        self._used_bytes = used = used + nbytes
         reservation.nbytes = nbytes
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        if used > self.peak_bytes:
+            self.peak_bytes = used
         return reservation

@@ -44,22 +44,21 @@ class FreeList:
         Raises:
             ValueError: some of the range is free already, or lies outside the space.
         """
-        i = bisect_left(self._offsets, offset)
-        before = i > 0 and self._offsets[i - 1] + self._lengths[i - 1] > offset
-        after = i < len(self._offsets) and self._offsets[i] < offset + nbytes
-        if before or after or offset < 0 or offset + nbytes > self.size_bytes:
-            raise ValueError(
-                f"range [{offset}, {offset + nbytes}) is not in use: given back twice?"
-            )
+        offsets, lengths, end = self._offsets, self._lengths, offset + nbytes
+        i = bisect_left(offsets, offset)
+        before_end = offsets[i - 1] + lengths[i - 1] if i > 0 else 0
+        after = offsets[i] if i < len(offsets) else self.size_bytes
+        if not before_end <= offset <= end <= after:
+            raise ValueError(f"range [{offset}, {end}) is not in use: given back twice?")
         self.free_bytes += nbytes
-        if i < len(self._offsets) and self._offsets[i] == offset + nbytes:
-            nbytes += self._lengths[i]
-            del self._offsets[i], self._lengths[i]
-        if i > 0 and self._offsets[i - 1] + self._lengths[i - 1] == offset:
-            self._lengths[i - 1] += nbytes
+        if i < len(offsets) and end == after:
+            nbytes += lengths[i]
+            del offsets[i], lengths[i]
+        if i > 0 and before_end == offset:
+            lengths[i - 1] += nbytes
         else:
-            self._offsets.insert(i, offset)
-            self._lengths.insert(i, nbytes)
+            offsets.insert(i, offset)
+            lengths.insert(i, nbytes)
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` free bytes at the end."""

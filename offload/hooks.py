@@ -14,7 +14,6 @@ The cheapest test comes first: most saved tensors are small.
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ from offload.layout import TensorLayout
 from offload.live import is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor
 from offload.prefetch import Prefetcher
+from offload.registry import Registry
 from offload.report import Counters
 from offload.scopes import Scopes
 from offload.tiers import Tiers
@@ -65,6 +65,7 @@ class Hooks:
         self._prefetcher = Prefetcher(tiers)
         self.policy = policy
         self._device = config.device
+        self._managed: dict[torch.device, bool] = {}  # of those seen
         self._min_bytes = max(1, config.min_offload_bytes)
         self._counters = Counters()
         self._asked = _Asked()
@@ -74,9 +75,7 @@ class Hooks:
         self.held: frozenset[int] = frozenset()  # storages that stay, as their owner keeps them
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
-        self._blocks: weakref.WeakValueDictionary[tuple[int, int], Block] = (
-            weakref.WeakValueDictionary()
-        )
+        self._blocks = Registry()
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on."""
@@ -187,7 +186,7 @@ class Hooks:
             return self._kept("parameter", nbytes)
         if _is_part_of_data(tensor, nbytes):
             return self._kept("view", nbytes)
-        if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor):
+        if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor, storage):
             return self._pack_part(tensor, nbytes)
         placement = self._placement(tensor, storage, nbytes)
         if placement is Placement.KEEP:
@@ -239,7 +238,7 @@ class Hooks:
         """``placement`` as long as there are bytes left for it; one storage has one place."""
         asked, nbytes = self._asked, storage.nbytes()
         assert asked.left_bytes is not None
-        if (storage._cdata, version) in self._blocks:
+        if self._blocks.find((storage._cdata, version)) is not None:
             return placement
         if nbytes > asked.left_bytes or self._tiers.live.counts(storage):
             return Placement.KEEP
@@ -261,31 +260,34 @@ class Hooks:
         return None
 
     def _is_managed(self, device: torch.device) -> bool:
-        managed = self._device
-        return device.type == managed.type and managed.index in (None, device.index)
+        managed = self._managed.get(device)
+        if managed is None:
+            ours = self._device
+            managed = device.type == ours.type and ours.index in (None, device.index)
+            self._managed[device] = managed
+        return managed
 
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
     ) -> Ticket:
-        witness = VersionWitness(tensor)
+        witness, layout = VersionWitness(tensor), TensorLayout.of(tensor)
         with self._tiers.lock:
             if self._in_backward:
                 self._come_to("forward")
             key = (storage._cdata, tensor._version)
-            known = self._blocks.get(key)
-            block = known if known is not None else Block(storage, witness, placement)
-            if known is None:
+            known = self._blocks.find(key)
+            if known is not None:
+                ticket = Ticket(known, layout, witness)
+                self._counters.deduplicated_bytes += known.nbytes
+            else:
+                module = self.scopes.module if self.scopes.active else ""
+                block = Block(storage, witness, placement, module)
                 block.segment = self._asked.segment
                 block.foreign = tensor.grad_fn is None
-            ticket = Ticket(block, TensorLayout.of(tensor), witness)
-            if known is None:
-                self._blocks[key] = block
-                if self.scopes.active:
-                    block.module = self.scopes.module
+                ticket = Ticket(block, layout, witness)
+                self._blocks.add(key, block)
                 self._counters.saved_bytes += block.nbytes
                 self._tiers.admit(block, storage)
-            else:
-                self._counters.deduplicated_bytes += block.nbytes
             self._prefetcher.saved(ticket, self._asked.node)
         return ticket
 
@@ -309,9 +311,9 @@ class Hooks:
         with self._tiers.lock:
             if not self._in_backward:
                 self._come_to("backward")
-            self._tiers.demand(ticket.block)
+            found = self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
-            storage = self._tiers.take(ticket)
+            storage = self._tiers.take(ticket, found)
             if self.watch is not None:
                 self._tiers.uncount(storage)
             return ticket.layout.view(storage, ticket.witness.counter)
@@ -331,14 +333,14 @@ def is_of_checkpoint(pair: HookPair | None) -> bool:
     return pair is not None and pair[0].__module__ == torch.utils.checkpoint.__name__
 
 
-def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+def _has_plain_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and tensor.untyped_storage().data_ptr() != 0
+        and storage.data_ptr() != 0
     )
 
 

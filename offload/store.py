@@ -5,8 +5,7 @@ import os
 import shutil
 from collections import deque
 
-from offload.budget import Budget, Reservation
-from offload.engines import Engine, Request, Slot
+from offload.engines import Engine, Request, Slot, padded
 from offload.engines.base import PAGE_BYTES
 from offload.errors import StorageError
 from offload.freelist import FreeList
@@ -20,37 +19,45 @@ SEGMENT_BYTES = 64 << 20
 class Extent:
     """A range of the scratch file, given back when this object dies.
 
-    Its death may come inside the garbage collector, so it only appends; ``DiskStore.allocate``
-    settles.
+    Its death may come inside the garbage collector, so it only appends; whoever next looks at what
+    is free settles.
     """
 
-    __slots__ = ("_reservation", "_returned", "nbytes", "offset")
+    __slots__ = ("_returned", "nbytes", "offset")
 
-    def __init__(
-        self, offset: int, nbytes: int, reservation: Reservation, returned: "deque[tuple[int, int]]"
-    ) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self._reservation = reservation
+    def __init__(self, returned: "deque[tuple[int, int]]") -> None:
+        self.offset = self.nbytes = 0
         self._returned = returned
 
     def __del__(self) -> None:
-        if hasattr(self, "_returned"):  # an interrupt may have come before
+        if hasattr(self, "_returned") and self.nbytes:  # an interrupt may have come before
             self._returned.append((self.offset, self.nbytes))
 
 
 class DiskStore:
-    """The disk tier: one nameless file, its space reused lowest first, within a budget of bytes."""
+    """The disk tier: one nameless file, its space reused lowest first, within a budget of bytes:
+    the file never grows beyond it.
+    """
 
     def __init__(self, engine: Engine, directory: str, budget_bytes: int | None) -> None:
-        limit_bytes = (
+        self.limit_bytes = (
             budget_bytes // PAGE_BYTES * PAGE_BYTES if budget_bytes is not None else 1 << 62
         )
+        self.peak_bytes = 0  # the most in use since it was set
         self.directory = directory
-        self.budget = Budget(limit_bytes)
+        self._used_bytes = 0
         self._engine = engine
         self._free = FreeList()
         self._returned: deque[tuple[int, int]] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the extents that are alive."""
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            self._used_bytes -= nbytes
+            self._free.give(offset, nbytes)
+        return self._used_bytes
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Space for ``nbytes``, or ``None`` where the disk budget leaves no room for it.
@@ -58,25 +65,27 @@ class DiskStore:
         Raises:
             StorageError: the file system refuses more space.
         """
-        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        reservation = self.budget.reserve(nbytes)
-        if reservation is None:
+        nbytes = padded(nbytes)
+        used_bytes = self.used_bytes
+        if used_bytes + nbytes > self.limit_bytes:
             return None
-        while self._returned:
-            self._free.give(*self._returned.popleft())
+        extent = Extent(self._returned)
         offset = self._free.take(nbytes)
         if offset is None and self._grow(nbytes - self._free.tail_bytes()):
             offset = self._free.take(nbytes)
-        if (
-            offset is None
-        ):  # room in all, but in pieces, and the file may not grow beyond the budget
+        if offset is None:  # room in all, but in pieces, and the file may not grow further
             return None
-        return Extent(offset, nbytes, reservation, self._returned)
+        # No call between these two, so that an interrupt finds both done or none.
+        self._used_bytes = used_bytes = used_bytes + nbytes
+        extent.offset, extent.nbytes = offset, nbytes
+        if used_bytes > self.peak_bytes:
+            self.peak_bytes = used_bytes
+        return extent
 
     def _grow(self, lacking_bytes: int) -> bool:
         """Make the file larger by what is lacking, better by a segment; False beyond the budget."""
         size_bytes = self._free.size_bytes
-        allowed_bytes = self.budget.limit_bytes - size_bytes
+        allowed_bytes = self.limit_bytes - size_bytes
         if lacking_bytes > allowed_bytes:
             return False
         segment_bytes = min(max(SEGMENT_BYTES, lacking_bytes), allowed_bytes)

@@ -123,7 +123,7 @@ def assert_empty(session: offload.Session) -> None:
     wait_until(lambda: tiers.host.used_bytes == 0)  # a worker lets go a moment after it is done
     assert tiers.host.used_bytes == 0
     assert tiers.host.outside_bytes == 0
-    assert tiers.disk.store.budget.used_bytes == 0
+    assert tiers.disk.store.used_bytes == 0
     assert tiers.outbound.window.used_bytes == 0
     assert tiers.inbound.ahead.used_bytes == 0
 

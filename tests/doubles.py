@@ -221,11 +221,18 @@ class ArenaWithoutRoom:
     def outside_bytes(self) -> int:
         return self._inner.outside_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        return self._inner.held_bytes
+
     def allocate(self, nbytes: int) -> Slot | None:
         return None
 
     def allocate_outside(self, nbytes: int) -> Slot:
         return self._inner.allocate_outside(nbytes)
+
+    def trim(self, keep_bytes: int) -> None:
+        self._inner.trim(keep_bytes)
 
 
 class EngineWithoutRoom(WrappedEngine):

@@ -3,10 +3,19 @@
 import importlib.util
 
 from offload.config import Config
-from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot
+from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot, padded
 from offload.errors import warn_user
 
-__all__ = ["PAGE_BYTES", "Arena", "Engine", "Request", "Slot", "native_is_built", "open_engine"]
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "Engine",
+    "Request",
+    "Slot",
+    "native_is_built",
+    "open_engine",
+    "padded",
+]
 
 
 def native_is_built() -> bool:

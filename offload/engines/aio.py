@@ -21,7 +21,7 @@ from collections import deque
 import torch
 from aiofiles.base import wrap
 
-from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot
+from offload.engines.base import Arena, Engine, Request, Slot, padded
 from offload.errors import StateError
 from offload.freelist import FreeList
 
@@ -29,10 +29,6 @@ _pwrite = wrap(os.pwrite)
 _preadv = wrap(os.preadv)
 _URGENT, _READ, _WRITE = range(3)  # lower goes first
 _MAX_WAITING = 1024
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class AioSlot:
@@ -43,7 +39,7 @@ class AioSlot:
     def __init__(
         self, mapping: mmap.mmap, offset: int, nbytes: int, returned: "deque[tuple[int, int]]"
     ) -> None:
-        size = _padded(nbytes)
+        size = padded(nbytes)
         # Every view is a view of this object, so its death is the death of the last of them. It
         # may happen inside the garbage collector: only append.
         owner = (ctypes.c_ubyte * size).from_buffer(mapping, offset)
@@ -62,7 +58,7 @@ class AioArena:
     """A slab from mmap and a free list over it."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = _padded(capacity_bytes)
+        self.capacity_bytes = padded(capacity_bytes)
         self._slab = _anonymous(self.capacity_bytes)
         self._free = FreeList(self.capacity_bytes)
         self._returned: deque[tuple[int, int]] = deque()
@@ -88,22 +84,28 @@ class AioArena:
             self._settle()
             return self._outside_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        with self._lock:
+            self._settle()
+            return self.capacity_bytes - self._free.free_bytes + self._outside_bytes
+
     def allocate(self, nbytes: int) -> AioSlot | None:
         with self._lock:
             self._settle()
-            offset = self._free.take(_padded(nbytes))
+            offset = self._free.take(padded(nbytes))
         return None if offset is None else AioSlot(self._slab, offset, nbytes, self._returned)
 
     def allocate_outside(self, nbytes: int) -> AioSlot:
         with self._lock:
             self._settle()
-            self._outside_bytes += _padded(nbytes)
-        return AioSlot(_anonymous(_padded(nbytes)), 0, nbytes, self._outside)
+            self._outside_bytes += padded(nbytes)
+        return AioSlot(_anonymous(padded(nbytes)), 0, nbytes, self._outside)
 
     def trim(self, keep_bytes: int) -> None:
         with self._lock:
             self._settle()
-            for offset, nbytes in self._free.beyond(_padded(keep_bytes)):
+            for offset, nbytes in self._free.beyond(padded(keep_bytes)):
                 self._slab.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
 

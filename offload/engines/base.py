@@ -14,6 +14,11 @@ import torch
 PAGE_BYTES = 4096  # slots and extents are padded to this: direct I/O moves whole blocks
 
 
+def padded(nbytes: int) -> int:
+    """What a slot or an extent for so many bytes takes."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class Slot(Protocol):
     """A page-aligned piece of host memory, given back when the last reference to it dies."""
 
@@ -42,6 +47,10 @@ class Arena(Protocol):
     @property
     def outside_bytes(self) -> int:
         """Bytes of slots with a mapping of their own."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Both together, as one look finds them."""
 
     def allocate(self, nbytes: int) -> Slot | None:
         """A slot, or ``None`` where there is no room now."""

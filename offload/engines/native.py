@@ -1,7 +1,5 @@
 """The native engine: the C++ extension, put behind the engine's interface."""
 
-from typing import cast
-
 import torch
 
 from offload import _native
@@ -41,29 +39,31 @@ class NativeEngine(Engine):
         return _native.crc32c(slot.address, slot.nbytes)
 
     def alias(self, slot: Slot) -> torch.UntypedStorage:
-        return torch.frombuffer(cast(_native.Slot, slot), dtype=torch.uint8).untyped_storage()
+        assert isinstance(slot, _native.Slot)
+        return torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
 
     def reserve(self, end_bytes: int) -> None:
-        self._open_file().reserve(end_bytes)
+        if self._file is None:
+            raise _closed()
+        self._file.reserve(end_bytes)
 
     def write(self, slot: Slot, offset: int) -> Request:
-        return self._open_queue().write(cast(_native.Slot, slot), offset)
+        assert isinstance(slot, _native.Slot)
+        if self._queue is None:
+            raise _closed()
+        return self._queue.write(slot, offset)
 
     def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
-        native_slot = cast(_native.Slot, slot)
-        return self._open_queue().read(native_slot, offset, urgent=urgent, crc=checksum)
+        assert isinstance(slot, _native.Slot)
+        if self._queue is None:
+            raise _closed()
+        return self._queue.read(slot, offset, urgent=urgent, crc=checksum)
 
     def close(self) -> None:
         if self._queue is not None:
             self._queue.close()
         self._queue = self._file = None  # the descriptor and its disk space go with them
 
-    def _open_queue(self) -> _native.Queue:
-        if self._queue is None:
-            raise StateError("the engine is closed")
-        return self._queue
 
-    def _open_file(self) -> _native.File:
-        if self._file is None:
-            raise StateError("the engine is closed")
-        return self._file
+def _closed() -> StateError:
+    return StateError("the engine is closed")

@@ -175,7 +175,7 @@ def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
         )
     on_cpu = tiers.common.lane.host_is_device
     disk = config.disk_budget
-    free_bytes = tiers.disk.store.budget.limit_bytes if disk is None else disk
+    free_bytes = tiers.disk.store.limit_bytes if disk is None else disk
     return Budgets(
         device_bytes=limit,
         host_bytes=config.arena_bytes if not on_cpu else float("inf"),

@@ -113,7 +113,7 @@ class Tiers:
         if self.in_child:
             return
         self.outbound.forget_dead()
-        self.disk.store.budget.peak_bytes = self.disk.store.budget.used_bytes
+        self.disk.store.peak_bytes = self.disk.store.used_bytes
         self.inbound.drop_guesses()
         pool.begin_step()
         counters.peak_device_bytes = self._allocator.begin()
@@ -160,7 +160,9 @@ class Tiers:
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block: it starts to leave when its turn comes."""
-        self.inbound.use(block.nbytes)
+        if self.common.lane.host_is_device:
+            block.window_bytes = block.padded_bytes
+        self.inbound.use(block)
         self.outbound.admit(block, storage)
 
     def make_room(self, nbytes: int) -> None:
@@ -196,28 +198,36 @@ class Tiers:
         """Bring ``block`` back before it is asked for; False if there is no room for it now."""
         return self.inbound.prefetch(block)
 
-    def demand(self, block: Block) -> None:
+    def demand(self, block: Block) -> torch.UntypedStorage | None:
         """Backward wants ``block`` now: start bringing it if it is not there or on its way.
+
+        Returns:
+            The device storage if it has one, perhaps still on its way: for ``take``.
 
         Raises:
             StateError: this is a forked child, and the bytes are in the parent's hands.
         """
         if not self.in_child:
             self.outbound.poll()
-            self.inbound.demand(block)
-        elif block.state is not State.LIVE:
+            return self.inbound.demand(block)
+        if block.state is not State.LIVE:
             raise StateError(
                 "this process was forked between the forward and its backward: the activations are "
                 "the parent's; run forward and backward in one process"
             )
+        return block.resident()
 
-    def take(self, ticket: Ticket) -> torch.UntypedStorage:
+    def take(self, ticket: Ticket, storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
         """The device storage of the ticket's demanded block, ordered before the caller's work.
+
+        Args:
+            ticket: whose block it is.
+            storage: what ``demand`` gave.
 
         Raises:
             StorageError: the bytes could not be brought back.
         """
-        return self.inbound.take(ticket)
+        return self.inbound.take(ticket, storage)
 
 
 def _let_go(born: int, lane: Lane, host: HostTier) -> None:

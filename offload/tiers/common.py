@@ -1,7 +1,7 @@
 """What the parts of the tiers share: options, engine and lane, and the figures of the step."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -43,10 +43,6 @@ class Common:
         )
         return torch.accelerator.memory_allocated(index)
 
-    def window_bytes(self, nbytes: int) -> int:
-        """What a storage takes of a window: its slot, where the device's memory is host memory."""
-        return self.host.padded_bytes(nbytes) if self.lane.host_is_device else nbytes
-
     def fail(self, error: StorageError) -> None:
         """Note the step's first failure of the disk; nothing more is sent there until the next."""
         if self.error is None:
@@ -86,35 +82,38 @@ class Common:
         self.counters.wait(kind, start_ns, end_ns, about)
 
     @contextlib.contextmanager
-    def waiting(self, kind: str, about: Callable[[], Subject]) -> Iterator[None]:
+    def waiting(self, kind: str, about: Subject) -> Iterator[None]:
         """What is done inside is waiting by the host; count it."""
         start_ns = now_ns()
         try:
             with ranged(f"offload::{kind}"):
                 yield
         finally:
-            self.waited(kind, start_ns, now_ns(), about())
+            self.waited(kind, start_ns, now_ns(), about)
 
     def mark(self, moment: str) -> None:
         """Note that the computation has come to ``moment``, by the device's clock if it has one."""
         if not self.lane.mark(moment, self.config.device):
             self.trace.emit(moment, -1, 0)
 
-    def note(self, passages: list[Passage]) -> None:
-        """Count what a lane's device did meanwhile: copies, waits of the computation, moments."""
-        for name, nbytes, start_ns, end_ns, about in passages:
-            if name in WAITS:
-                self.waited(name, start_ns, end_ns, about)
-            elif name in MOMENTS:
-                self.trace.emit(name, -1, 0, start_ns, end_ns)
-            else:
-                self.moved(name, nbytes, start_ns, end_ns, about, waited=False)
+    def note(self, passage: Passage) -> None:
+        """Count what a lane's device did meanwhile: a copy, a wait of the computation, a moment."""
+        name, nbytes, start_ns, end_ns, about = passage
+        if name in WAITS:
+            self.waited(name, start_ns, end_ns, about)
+        elif name in MOMENTS:
+            self.trace.emit(name, -1, 0, start_ns, end_ns)
+        else:
+            self.moved(name, nbytes, start_ns, end_ns, about, waited=False)
 
     def sample(self) -> None:
         """Look at the bytes in use, where they may just have reached a peak."""
-        held_bytes = self.host.held_bytes
-        counters = self.counters
-        counters.peak_arena_bytes = max(counters.peak_arena_bytes, held_bytes)
-        live_bytes = self.live.alive_bytes + (held_bytes if self.lane.host_is_device else 0)
-        counters.peak_live_bytes = max(counters.peak_live_bytes, live_bytes)
-        self.trace.sample(live_bytes, held_bytes, self.store.budget.used_bytes)
+        held_bytes, live_bytes = self.host.held_bytes, self.live.alive_bytes
+        if self.lane.host_is_device:
+            live_bytes += held_bytes
+        counters = self.counters  # max() is a call, and this is asked three times a tensor
+        if held_bytes > counters.peak_arena_bytes:
+            counters.peak_arena_bytes = held_bytes
+        if live_bytes > counters.peak_live_bytes:
+            counters.peak_live_bytes = live_bytes
+        self.trace.sample(live_bytes, held_bytes, self.store.used_bytes)

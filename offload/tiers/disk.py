@@ -47,17 +47,18 @@ class DiskTier:
 
     def write(self, block: Block, extent: Extent, hold: Reservation | None) -> None:
         """HOST -> SPILLING."""
-        slot = block.host_slot(self._common.lane)
-        if self._common.config.verify and block.checksum is None:  # the device copied, not we
-            block.checksum = self._common.engine.checksum(slot)
+        common = self._common
+        slot = block.host_slot(common.lane)
+        if common.config.verify and block.checksum is None:  # the device copied, not we
+            block.checksum = common.engine.checksum(slot)
         with ranged("offload::spill"):
             request = block.spill(self.store, extent)
         self.writes.append(
-            Transfer(request, slot, extent, hold, weakref.ref(block), True, block.about())
+            Transfer(request, slot, extent, hold, weakref.ref(block), True, block.subject)
         )
-        self._common.begun("spill", len(self.writes))
-        counters = self._common.counters
-        counters.peak_disk_bytes = max(counters.peak_disk_bytes, self.store.budget.peak_bytes)
+        common.begun("spill", len(self.writes))
+        if self.store.peak_bytes > common.counters.peak_disk_bytes:
+            common.counters.peak_disk_bytes = self.store.peak_bytes
 
     def read(self, block: Block, slot: Slot, hold: Reservation | None) -> None:
         """DISK -> FETCHING; urgent if it was not foreseen (``hold`` is ``None``)."""
@@ -68,7 +69,7 @@ class DiskTier:
                 self._common.lane, self.store, slot, urgent=hold is None, reservation=hold
             )
         self.reads.append(
-            Transfer(request, slot, extent, None, weakref.ref(block), False, block.about())
+            Transfer(request, slot, extent, None, weakref.ref(block), False, block.subject)
         )
         self._common.begun("fetch", len(self.reads))
         self._common.sample()
@@ -77,7 +78,7 @@ class DiskTier:
         """Take note of what has completed. Never waits."""
         for transfers in (self.writes, self.reads):
             while transfers and (transfers[0].request.done() or _cancelled(transfers[0])):
-                self.settle_first(transfers)
+                self._settle_oldest(transfers)
 
     def settle_all(self, transfers: "deque[Transfer]") -> None:
         """See out all of ``writes`` or ``reads``."""
@@ -85,22 +86,19 @@ class DiskTier:
             self.settle_first(transfers)
 
     def settle_first(self, transfers: "deque[Transfer]") -> None:
-        """See out the oldest of ``writes`` or ``reads``, waiting if need be.
-
-        It leaves the queue last: an interrupted wait must not forget what still runs.
-        """
+        """See out the oldest of ``writes`` or ``reads``, waiting if need be."""
         _cancelled(transfers[0])
-        self._settle(transfers[0])
-        transfers.popleft()
+        self._settle_oldest(transfers)
 
-    def _settle(self, transfer: Transfer) -> None:
+    def _settle_oldest(self, transfers: "deque[Transfer]") -> None:
         """Wait for a transfer, tell its block, and count it.
 
-        A write that failed leaves its block in the slot. A read that failed leaves it on the disk:
-        if it was a guess, nobody may ever ask, and whoever asks reads again.
+        It leaves the queue last: an interrupted wait must not forget what still runs. A write that
+        failed leaves its block in the slot. A read that failed leaves it on the disk: if it was a
+        guess, nobody may ever ask, and whoever asks reads again.
         """
-        block, request, nbytes = transfer.block(), transfer.request, transfer.extent.nbytes
-        counters = self._common.counters
+        transfer = transfers[0]
+        block, request = transfer.block(), transfer.request
         try:
             if block is None or block.request is not request:
                 request.wait()
@@ -109,24 +107,30 @@ class DiskTier:
             else:
                 block.settle_fetch()
         except OSError as e:
-            if e.errno == errno.ECANCELED:
-                counters.cancelled_bytes += nbytes
-            elif transfer.is_write:
-                self._common.fail(self.store.error("writing", e, transfer.extent.offset, nbytes))
-                counters.kept_bytes["error"] += block.nbytes if block is not None else 0
-            return
-        if transfer.is_write:
-            counters.written_bytes += nbytes
+            self._count_failure(transfer, e)
         else:
-            counters.read_bytes += nbytes
+            self._count(transfer)
+        transfers.popleft()
+
+    def _count(self, transfer: Transfer) -> None:
+        request, nbytes = transfer.request, transfer.extent.nbytes
+        if transfer.is_write:
+            lane = "spill"
+            self._common.counters.written_bytes += nbytes
+        else:
+            lane = "fetch"
+            self._common.counters.read_bytes += nbytes
         self._common.moved(
-            "spill" if transfer.is_write else "fetch",
-            nbytes,
-            request.start_ns,
-            request.end_ns,
-            transfer.about,
-            waited=False,
+            lane, nbytes, request.start_ns, request.end_ns, transfer.about, waited=False
         )
+
+    def _count_failure(self, transfer: Transfer, e: OSError) -> None:
+        counters, extent, block = self._common.counters, transfer.extent, transfer.block()
+        if e.errno == errno.ECANCELED:
+            counters.cancelled_bytes += extent.nbytes
+        elif transfer.is_write:
+            self._common.fail(self.store.error("writing", e, extent.offset, extent.nbytes))
+            counters.kept_bytes["error"] += block.nbytes if block is not None else 0
 
 
 def _cancelled(transfer: Transfer) -> bool:

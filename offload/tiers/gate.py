@@ -72,8 +72,12 @@ class Gate:
         that one is new.
         """
         known = self._largest.get(self.runs)
-        self._largest[self.runs] = max(nbytes, known or 0)
-        return self._largest[self.runs] if known is not None else max(self._largest.values())
+        if known is None:
+            self._largest[self.runs] = nbytes
+            return max(self._largest.values())
+        if nbytes > known:
+            self._largest[self.runs] = known = nbytes
+        return known
 
     def may_keep(self, segment: int, nbytes: int, leaving_bytes: int) -> bool:
         """Whether so many bytes more may stay: as planned, or with enough left for what follows.

@@ -2,7 +2,7 @@
 
 import weakref
 
-from offload.engines import PAGE_BYTES, Arena, Engine, Slot
+from offload.engines import PAGE_BYTES, Arena, Engine, Slot, padded
 from offload.errors import warn_user
 from offload.lanes import Pinner
 from offload.units import format_bytes
@@ -27,23 +27,17 @@ class HostTier:
         self._budget_bytes = budget_bytes
         self._pinner = pinner
         self._slabs: list[Arena] = []
+        self._capacity_bytes = 0  # of all of them
         self._pinned: list[int] = []  # addresses
         # A graph that outlives its session keeps the tier; what is pinned goes with the last.
         self._unpin = weakref.finalize(self, _unpin_all, pinner, self._pinned)
         self._unpin.atexit = False  # the driver cleans up after the process
         if pinner is None:
-            self._slabs.append(engine.arena(budget_bytes))
-
-    @staticmethod
-    def padded_bytes(nbytes: int) -> int:
-        """What a slot for so many bytes takes."""
-        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            self._add(engine.arena(budget_bytes))
 
     @property
     def used_bytes(self) -> int:
         """Bytes of slots within the budget."""
-        if len(self._slabs) == 1:
-            return self._slabs[0].used_bytes
         return sum(slab.used_bytes for slab in self._slabs)
 
     @property
@@ -54,9 +48,10 @@ class HostTier:
     @property
     def held_bytes(self) -> int:
         """Bytes of all slots."""
-        if len(self._slabs) == 1:  # the usual case, asked for several times a tensor
-            return self._slabs[0].used_bytes + self._slabs[0].outside_bytes
-        return sum(slab.used_bytes + slab.outside_bytes for slab in self._slabs)
+        held_bytes = 0  # sum() takes three times as long, and this is asked thrice a tensor
+        for slab in self._slabs:
+            held_bytes += slab.held_bytes
+        return held_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -65,11 +60,12 @@ class HostTier:
 
     def slot(self, nbytes: int) -> Slot | None:
         """A slot, or ``None`` where there is no room now."""
-        # A slab may be larger than the budget: an engine rounds it up to whole pages.
-        padded_bytes = self.padded_bytes(nbytes)
+        padded_bytes = padded(nbytes)
         if padded_bytes > self._budget_bytes:
             return self.slot_outside(nbytes) if self.outside_bytes == 0 else None
-        if self.used_bytes + padded_bytes > self._budget_bytes:
+        # A slab may be larger than the budget: an engine rounds it up to whole pages.
+        is_larger = self._capacity_bytes > self._budget_bytes
+        if is_larger and self.used_bytes + padded_bytes > self._budget_bytes:
             return None
         for slab in self._slabs:
             slot = slab.allocate(nbytes) if padded_bytes <= slab.capacity_bytes else None
@@ -96,16 +92,19 @@ class HostTier:
         self._unpin()
 
     def _may_grow(self, padded_bytes: int) -> bool:
-        capacity_bytes = sum(slab.capacity_bytes for slab in self._slabs)
-        return self._pinner is not None and capacity_bytes + padded_bytes <= self._budget_bytes
+        room_bytes = self._budget_bytes - self._capacity_bytes
+        return self._pinner is not None and padded_bytes <= room_bytes
 
     def _grow(self, padded_bytes: int) -> Arena:
-        capacity_bytes = sum(slab.capacity_bytes for slab in self._slabs)
-        left_bytes = self._budget_bytes - capacity_bytes
+        left_bytes = self._budget_bytes - self._capacity_bytes
         slab = self._engine.arena(max(padded_bytes, min(_GROWTH_BYTES, left_bytes)))
-        self._slabs.append(slab)
+        self._add(slab)
         self._pin(slab)
         return slab
+
+    def _add(self, slab: Arena) -> None:
+        self._slabs.append(slab)
+        self._capacity_bytes += slab.capacity_bytes
 
     def _pin(self, slab: Arena) -> None:
         if self._pinner is None:

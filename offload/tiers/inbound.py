@@ -32,32 +32,31 @@ class Inbound:
         self._guesses: deque[weakref.ref[Block]] = deque()  # brought back ahead in this step
         self._fetching: deque[weakref.ref[Block]] = deque()  # of those, not yet on the device
 
-    def use(self, nbytes: int) -> None:
-        """The computation has so many bytes at hand now, which leaves less for what comes early."""
-        in_use_bytes = self._common.window_bytes(nbytes)
-        self.ahead.limit_bytes = max(0, self._common.config.prefetch_bytes - in_use_bytes)
+    def use(self, block: Block) -> None:
+        """The computation has ``block`` at hand now, which leaves less for what comes early."""
+        left_bytes = self._common.config.prefetch_bytes - block.window_bytes
+        self.ahead.limit_bytes = left_bytes if left_bytes > 0 else 0
 
     def prefetch(self, block: Block) -> bool:
         """Start bringing ``block`` back, unless it is there or on its way; False if there is no
         room for it now.
         """
-        lane = self._common.lane
-        if block.state in (State.LIVE, State.OFFLOADING, State.FETCHING):
+        common, lane, state = self._common, self._common.lane, block.state
+        if state is State.FETCHING or state is State.LIVE or state is State.OFFLOADING:
             return True
         if block.reservation is not None or block.id == self._asked:
             return True  # fetched already, about to be reloaded
         # Whoever keeps the original alive may let go of it: a slot that is still there is better.
-        in_slot = lane.host_is_device and block.state is not State.DISK
-        if block.resident() is not None and not in_slot:
+        in_slot = lane.host_is_device and state is not State.DISK
+        if not in_slot and block.resident() is not None:
             return True
-        padded_bytes = self._common.host.padded_bytes(block.nbytes)
-        if not self._common.gate.may_prefetch(block.segment, padded_bytes, self.early()):
+        if not common.gate.may_prefetch(block.segment, block.padded_bytes, self.early()):
             return False
-        hold = self._room(block.nbytes)
+        hold = self._room(block)
         if hold is None:
             return False
-        if block.state is State.DISK:
-            slot = self._common.host.slot(block.nbytes)
+        if state is State.DISK:
+            slot = common.host.slot(block.nbytes)
             if slot is None:
                 return False
             self._disk.read(block, slot, hold)
@@ -66,18 +65,18 @@ class Inbound:
         elif self._try_reload(block):
             block.reservation = hold
             if lane.host_is_device:  # still being written: it keeps its slot, and is not read
-                self._common.counters.forwarded_bytes += block.nbytes
+                common.counters.forwarded_bytes += block.nbytes
         else:
             return False
         self._guesses.append(weakref.ref(block))
         return True
 
-    def _room(self, nbytes: int) -> Reservation | None:
+    def _room(self, block: Block) -> Reservation | None:
         while self._guesses and not _is_early(self._guesses[0]()):
             self._guesses.popleft()
-        allowed = self._common.config.prefetch_bytes > 0
-        window_bytes = self._common.window_bytes(nbytes)
-        return self.ahead.reserve(window_bytes, alone=True) if allowed else None
+        if self._common.config.prefetch_bytes <= 0:
+            return None
+        return self.ahead.reserve(block.window_bytes, alone=True)
 
     def early(self) -> Iterator[tuple[int, int]]:
         """Segment and bytes of what was brought back and not asked for yet."""
@@ -100,14 +99,20 @@ class Inbound:
         self._guesses.clear()
         self._fetching.clear()
 
-    def demand(self, block: Block) -> None:
-        """Backward wants ``block`` now: note how near it is, and start bringing it if need be."""
-        self._reload_fetched()
+    def demand(self, block: Block) -> torch.UntypedStorage | None:
+        """Backward wants ``block`` now: note how near it is, and start bringing it if need be.
+
+        Returns:
+            The device storage if it has one, perhaps still on its way.
+        """
+        if self._fetching:
+            self._reload_fetched()
         counters = self._common.counters
         if block.state is State.FETCHING and block.request is not None and block.request.done():
             with contextlib.suppress(OSError):  # a guess that failed: read again
                 block.settle_fetch()
-        if block.resident() is not None:
+        storage = block.resident()
+        if storage is not None:
             if block.arrived:
                 counters.hits += 1
             else:
@@ -125,33 +130,37 @@ class Inbound:
             counters.forwarded_bytes += block.nbytes if in_time else 0
         else:
             counters.misses += 1
-            self._reload(block)
+            storage = self._reload(block)
         block.reservation = None  # from here on it is at hand, and not early
         self._asked = block.id
-        self.use(block.nbytes)
+        self.use(block)
+        return storage
 
-    def take(self, ticket: Ticket) -> torch.UntypedStorage:
-        """The device storage of the ticket's demanded block, ordered before the caller's work.
+    def take(self, ticket: Ticket, storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
+        """The device storage of the ticket's block, ordered before the caller's work. ``storage``
+        is what ``demand`` gave.
 
         Raises:
             StorageError: the bytes could not be brought back.
         """
         block = ticket.block
-        if block.resident() is None:
+        if storage is None:
             if block.state is State.FETCHING:
                 self._wait_for_read(block, ticket)
-            self._reload(block)
-        return block.serve(self._common.lane, ticket)
+            storage = self._reload(block)
+        block.serve(self._common.lane, ticket, storage)
+        return storage
 
-    def _reload(self, block: Block) -> None:
+    def _reload(self, block: Block) -> torch.UntypedStorage:
         lane = self._common.lane
         with ranged("offload::reload"):
-            block.reload(lane)
+            storage = block.reload(lane)
         if not lane.host_is_device:
             self._common.begun("reload", max(1, lane.in_flight[1]))
         self._common.counters.reloaded_bytes += block.nbytes
         if block.state is State.HOST and block.extent is not None:
             block.release_slot()  # whoever copies from it or aliases it keeps its memory
+        return storage
 
     def _try_reload(self, block: Block) -> bool:
         """The same for a guess, which is not worth running out of device memory for."""
@@ -181,7 +190,7 @@ class Inbound:
             with (
                 contextlib.nullcontext()
                 if is_here
-                else self._common.waiting("stall", lambda: block.about(ticket))
+                else self._common.waiting("stall", block.asked_by(ticket))
             ):
                 block.settle_fetch()
         except OSError as e:

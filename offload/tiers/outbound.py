@@ -22,7 +22,7 @@ from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
-from offload.trace import Subject, now_ns, ranged
+from offload.trace import NOTHING, now_ns, ranged
 
 
 class _Leaving(NamedTuple):
@@ -34,13 +34,12 @@ class _Leaving(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """A block that has left the device and is bound for the disk. The last of its copy may still be
-    on its way.
+    """A block that has left the device and is bound for the disk, while the last of its copy is on
+    its way.
     """
 
     block: "weakref.ref[Block]"
     extent: Extent
-    hold: Reservation | None
 
     @property
     def ready(self) -> bool:
@@ -63,14 +62,14 @@ class Outbound:
 
     def admit(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Take on a new block."""
-        block.produced = self._common.lane.produced(storage)
-        self._common.live.track(storage)
-        self._common.sample()
+        common = self._common
+        block.produced = common.lane.produced(storage)
+        common.live.track(storage)
+        common.sample()
         self.poll()
         self._tail.append(weakref.ref(block))
         self._tail_bytes += block.nbytes
-        planned = self._common.gate.planned
-        keep_bytes = self._common.config.keep_last_bytes if not planned else 0
+        keep_bytes = common.config.keep_last_bytes if not common.gate.planned else 0
         self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
         self.make_room_for_next(block.nbytes)
 
@@ -79,7 +78,8 @@ class Outbound:
         it is too late to make room for it: the next may be as large as any of its segment.
         """
         largest_bytes = self._common.gate.note(nbytes)
-        self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
+        if self._common.gate.limit_bytes is not None:
+            self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
 
     def make_room(self, nbytes: int) -> None:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
@@ -91,10 +91,10 @@ class Outbound:
                 self._settle_oldest_copy()
             elif self._copied:
                 self._write_oldest()
-            elif self._tail_bytes:
+            elif self._tail:
                 self.shrink_tail(0)
             elif self._common.lane.host_is_device and self._disk.writes:
-                with self._common.waiting("backpressure", Subject):
+                with self._common.waiting("backpressure", NOTHING):
                     self._disk.settle_first(self._disk.writes)
             else:
                 break
@@ -120,7 +120,7 @@ class Outbound:
 
     def shrink_tail(self, keep_bytes: int) -> None:
         """Send out the oldest of the tail until it has at most ``keep_bytes``."""
-        while self._tail_bytes > keep_bytes:
+        while self._tail and self._tail_bytes > keep_bytes:
             block = self._tail.popleft()()
             if block is None:
                 self._recount_tail()
@@ -136,12 +136,13 @@ class Outbound:
         """LIVE -> OFFLOADING, or leave the block where it is and count why."""
         if not block.intact():
             return  # changed since it was saved: these are not the bytes, and unpack says so
-        counters, lane = self._common.counters, self._common.lane
+        common = self._common
+        counters, lane = common.counters, common.lane
         extent = None
-        if block.placement is Placement.DISK and self._common.error is None:
+        if block.placement is Placement.DISK and common.error is None:
             extent = self._disk.extent(block.nbytes)
         if extent is None and lane.host_is_device:
-            reason = "error" if self._common.error is not None else "budget"
+            reason = "error" if common.error is not None else "budget"
             counters.kept_bytes[reason] += block.nbytes
             return
         # Where the device is host memory, original and slot are both there for a moment.
@@ -150,39 +151,41 @@ class Outbound:
             counters.kept_bytes["budget"] += block.nbytes
             return
         slot, hold = room
-        self._common.sample()  # here the original and its slot are both alive
+        common.sample()  # here the original and its slot are both alive
         start_ns = now_ns()
         with ranged("offload::offload"):
-            block.offload(lane, slot, checksum=self._common.config.verify)
-        if lane.host_is_device:  # the copy is made, by this thread
-            self._common.moved(
-                "offload", block.nbytes, start_ns, now_ns(), block.about(), waited=True
-            )
-        self._common.begun("offload", max(1, lane.in_flight[0]))
-        self._copies.append(_Leaving(block, extent, hold))
+            block.offload(lane, slot, checksum=common.config.verify)
         counters.offloaded_blocks += 1
         counters.offloaded_bytes += block.nbytes
-        self._settle_copies()
+        if lane.host_is_device:  # the copy is made, by this thread
+            common.moved("offload", block.nbytes, start_ns, now_ns(), block.subject, waited=True)
+            common.begun("offload", 1)
+            self._settle_copy(block, extent, hold)
+        else:
+            common.begun("offload", max(1, lane.in_flight[0]))
+            self._copies.append(_Leaving(block, extent, hold))
+            self._settle_copies()
 
     def _room_for_slot(self, block: Block) -> bool:
         """Whether the budget has room for a copy; waits for others to leave."""
         if not self._common.lane.host_is_device:
             return True
         gate = self._common.gate
-        nbytes = self._common.host.padded_bytes(block.nbytes)
-        while not gate.has_room(nbytes):
+        while not gate.has_room(block.padded_bytes):
             self._settle_copies()
             if not self._disk.writes:
-                break
-            with self._common.waiting("backpressure", block.about):
+                return gate.has_room(block.padded_bytes)
+            with self._common.waiting("backpressure", block.subject):
                 self._disk.settle_first(self._disk.writes)
-        return gate.has_room(nbytes)
+        return True
 
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""
-        self._settle_copies()
+        if self._copies or self._copied:
+            self._settle_copies()
         self._disk.poll()
-        self._common.note(self._common.lane.poll())
+        for passage in self._common.lane.poll():
+            self._common.note(passage)
 
     def settle_all(self) -> None:
         """See out all copies, and start the writes that follow from them."""
@@ -199,29 +202,27 @@ class Outbound:
             self._write_oldest()
 
     def _settle_oldest_copy(self) -> None:
-        """OFFLOADING -> HOST for the oldest block; on an accelerator its copy may still be under
-        way.
-        """
-        leaving = self._copies.popleft()
+        self._settle_copy(*self._copies.popleft())
+
+    def _settle_copy(self, block: Block, extent: Extent | None, hold: Reservation) -> None:
+        """OFFLOADING -> HOST; on an accelerator the copy may still be under way."""
         lane = self._common.lane
-        if not leaving.block.settle_offload(lane):
-            self._common.counters.kept_bytes["kind"] += leaving.block.nbytes
-            return
-        if leaving.extent is None:
-            self._resting.append(weakref.ref(leaving.block))
+        if not block.settle_offload(lane):
+            self._common.counters.kept_bytes["kind"] += block.nbytes
+        elif extent is None:
+            self._resting.append(weakref.ref(block))
             if not self._common.gate.needs:  # else a plan says what goes on to the disk
                 self._keep_room()
-        else:
-            # The window bounds device memory; where there is none, the slots that wait to be
-            # written.
-            hold = leaving.hold if lane.host_is_device else None
-            self._copied.append(_Copied(weakref.ref(leaving.block), leaving.extent, hold))
+        elif lane.host_is_device:
+            self._disk.write(block, extent, hold)
+        else:  # the window bounds the memory that it has just left
+            self._copied.append(_Copied(weakref.ref(block), extent))
 
     def _write_oldest(self) -> None:
         copied = self._copied.popleft()
         block = copied.block()
         if block is not None:
-            self._disk.write(block, copied.extent, copied.hold)
+            self._disk.write(block, copied.extent, None)
 
     # -- room -------------------------------------------------------------------------------------
 
@@ -229,18 +230,18 @@ class Outbound:
         """A slot within the window; waits for others to make room. ``None``: waiting would not
         help.
         """
-        room = self._room_now(block.nbytes)
+        room = self._room_now(block)
         if room is None:
-            with self._common.waiting("backpressure", block.about):
+            with self._common.waiting("backpressure", block.subject):
                 while room is None and self._free_a_slot(block.nbytes):
-                    room = self._room_now(block.nbytes)
+                    room = self._room_now(block)
         return room
 
-    def _room_now(self, nbytes: int) -> tuple[Slot, Reservation] | None:
+    def _room_now(self, block: Block) -> tuple[Slot, Reservation] | None:
         """The same without a wait of the host: where copies are under way, the device waits."""
         while True:
-            hold = self.window.reserve(self._common.window_bytes(nbytes), alone=True)
-            slot = self._common.host.slot(nbytes) if hold is not None else None
+            hold = self.window.reserve(block.window_bytes, alone=True)
+            slot = self._common.host.slot(block.nbytes) if hold is not None else None
             if hold is not None and slot is not None:
                 return slot, hold
             del hold

@@ -235,7 +235,7 @@ def test_a_failure_keeps_no_tensor_alive(open_session, faulty: FaultyEngine) -> 
         with pytest.warns(OffloadWarning):
             run(session)
         assert session._hooks.live_blocks == 0
-        assert session._tiers.disk.store.budget.used_bytes == 0
+        assert session._tiers.disk.store.used_bytes == 0
     finally:
         gc.enable()
 

@@ -79,6 +79,11 @@ class Rig:
         }
         return calls.get(method, getattr(block, method))()
 
+    def serve(self, ticket: Ticket) -> None:
+        storage = self.block.resident()
+        assert storage is not None
+        self.block.serve(self.lane, ticket, storage)
+
     def to(self, state: str) -> "Rig":
         walk = ["offload", "settle_offload", "spill", "settle_spill", "fetch", "settle_fetch"]
         for method in walk[: STATES.index(state)]:
@@ -128,7 +133,7 @@ def test_what_each_state_holds(rig: Rig, state: str, holds: tuple[bool, ...]) ->
     block = rig.to(state).block
     held = (block._device, block.slot, block.extent, block.request)
     assert tuple(h is not None for h in held) == holds
-    assert rig.store.budget.used_bytes == (8192 if holds[2] else 0)
+    assert rig.store.used_bytes == (8192 if holds[2] else 0)
     if not holds[3]:  # a request holds its slot as well
         expected = 8192 if holds[1] else 0
         wait_until(lambda: rig.arena.used_bytes == expected)  # a thread lets go a moment later
@@ -146,7 +151,7 @@ def test_a_block_that_dies_gives_all_back(rig: Rig) -> None:
     rig.to("HOST_AND_DISK")
     del rig.block, rig.ticket
     wait_until(lambda: rig.arena.used_bytes == 0)
-    assert (rig.arena.used_bytes, rig.store.budget.used_bytes) == (0, 0)
+    assert (rig.arena.used_bytes, rig.store.used_bytes) == (0, 0)
 
 
 def test_a_failed_write_keeps_the_slot(real_engine: Engine) -> None:
@@ -157,7 +162,7 @@ def test_a_failed_write_keeps_the_slot(real_engine: Engine) -> None:
         rig.call("settle_spill")
     assert rig.block.state is State.HOST
     assert rig.block.extent is None
-    assert rig.store.budget.used_bytes == 0
+    assert rig.store.used_bytes == 0
     rig.call("reload")
     assert torch.equal(rig.bytes_now(), rig.expected)
     real_engine.close()
@@ -184,9 +189,9 @@ def test_a_reloaded_copy_goes_when_all_have_been_served(rig: Rig) -> None:
     second = Ticket(rig.block, rig.layout, rig.witness)
     rig.call("reload")
     rig.call("release_slot")
-    rig.block.serve(rig.lane, rig.ticket)
+    rig.serve(rig.ticket)
     assert rig.block._device is not None, "the second ticket is still to come"
-    rig.block.serve(rig.lane, second)
+    rig.serve(second)
     assert rig.block._device is None
     assert rig.block.resident() is None
     wait_until(lambda: rig.arena.used_bytes == 0)
@@ -199,7 +204,7 @@ def test_a_dead_ticket_is_not_waited_for(rig: Rig) -> None:
     rig.call("reload")
     rig.call("release_slot")
     del second
-    rig.block.serve(rig.lane, rig.ticket)
+    rig.serve(rig.ticket)
     assert rig.block._device is None
 
 
@@ -230,9 +235,9 @@ def test_serving_costs_the_same_among_many_tickets(rig: Rig) -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            rig.block.serve(rig.lane, rig.ticket)
+            rig.serve(rig.ticket)
             while tickets:
-                rig.block.serve(rig.lane, tickets.pop())
+                rig.serve(tickets.pop())
         finally:
             sys.settrace(before)
         assert rig.block._device is None
@@ -246,7 +251,7 @@ def test_a_copy_that_somebody_holds_is_found_again(rig: Rig) -> None:
     rig.to("HOST_AND_DISK").call("reload")
     rig.call("release_slot")
     held = rig.block.resident()
-    rig.block.serve(rig.lane, rig.ticket)
+    rig.serve(rig.ticket)
     found = rig.block.resident()
     assert held is not None
     assert found is not None

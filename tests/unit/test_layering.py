@@ -18,7 +18,7 @@ LAYERS = [
     {"store", "lanes"},
     {"probe"},
     {"block", "placement"},
-    {"dtensor"},
+    {"dtensor", "registry"},
     {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"agreement", "distributed"},
     {"planner"},

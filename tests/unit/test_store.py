@@ -55,7 +55,7 @@ def test_the_file_never_outgrows_the_budget(
         elif held:
             held.pop(n % len(held))
         extent = None
-        assert store.budget.used_bytes == sum(e.nbytes for e in held)
+        assert store.used_bytes == sum(e.nbytes for e in held)
         assert engine.end_bytes <= budget_pages * PAGE
         spans = sorted((e.offset, e.offset + e.nbytes) for e in held)
         assert all(a[1] <= b[0] for a, b in pairwise(spans)), "overlap"
@@ -92,7 +92,7 @@ def test_refused_space_is_given_back() -> None:
     try:
         with pytest.raises(StorageError):
             store.allocate(PAGE)
-        assert store.budget.used_bytes == 0
+        assert store.used_bytes == 0
     finally:
         gc.enable()
 
