@@ -1,0 +1,45 @@
+"""Blocks are found by storage and version while they live, and hold no place afterwards."""
+
+import torch
+
+from offload.block import Block, VersionWitness
+from offload.placement import Placement
+from offload.registry import Registry
+
+
+def block() -> Block:
+    tensor = torch.zeros(4)
+    return Block(tensor.untyped_storage(), VersionWitness(tensor), Placement.DISK)
+
+
+def test_a_block_is_found_while_it_lives() -> None:
+    registry = Registry()
+    first, second = block(), block()
+    registry.add((1, 0), first)
+    registry.add((1, 1), second)
+    assert registry.find((1, 0)) is first
+    assert registry.find((1, 1)) is second
+    assert registry.find((2, 0)) is None
+    del first
+    assert registry.find((1, 0)) is None
+    assert len(registry) == 1
+
+
+def test_the_death_of_a_block_leaves_the_one_that_took_its_place() -> None:
+    registry = Registry()
+    first, second = block(), block()
+    registry.add((1, 0), first)
+    del first
+    registry.add((1, 0), second)
+    assert registry.find((1, 0)) is second
+    third = block()
+    registry.add((1, 0), third)
+    del second
+    assert (registry.find((1, 0)), len(registry)) == (third, 1)
+
+
+def test_the_dead_are_forgotten_as_others_are_added() -> None:
+    registry = Registry()
+    for number in range(1000):
+        registry.add((number, 0), block())
+    assert len(registry._known) <= 2
