@@ -202,7 +202,7 @@ def test_no_device_memory_for_a_guess(tmp_path: Path) -> None:
             torch.accelerator.empty_cache()
             allocated = torch.accelerator.memory_allocated()
             simdev.configure(capacity_bytes=allocated + NBYTES // 2)
-            blocks = list(session._hooks._blocks.values())
+            blocks = [known() for known in session._hooks._blocks._known.values()]
             gone = next(block for block in blocks if block.resident() is None)
             assert not session._tiers.prefetch(gone)
             assert session._tiers.inbound.ahead.used_bytes == 0
