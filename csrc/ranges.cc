@@ -3,23 +3,44 @@
 #include <algorithm>
 
 namespace offload {
+namespace {
+
+size_t Log2(size_t nbytes) {
+  size_t result = 0;
+  while (nbytes >>= 1) ++result;
+  return result;
+}
+
+}  // namespace
+
+void RangeSet::Put(size_t offset, size_t nbytes) {
+  ranges_.emplace(offset, nbytes);
+  by_size_[Log2(nbytes)].insert(offset);
+  nbytes_ += nbytes;
+}
+
+RangeSet::Ranges::iterator RangeSet::Drop(Ranges::iterator range) {
+  by_size_[Log2(range->second)].erase(range->first);
+  nbytes_ -= range->second;
+  return ranges_.erase(range);
+}
 
 void RangeSet::Add(size_t offset, size_t nbytes) {
   if (nbytes == 0) return;
-  nbytes_ += nbytes;
   auto next = ranges_.lower_bound(offset);
   if (next != ranges_.end() && next->first == offset + nbytes) {
     nbytes += next->second;
-    next = ranges_.erase(next);
+    next = Drop(next);
   }
   if (next != ranges_.begin()) {
     const auto previous = std::prev(next);
     if (previous->first + previous->second == offset) {
-      previous->second += nbytes;
-      return;
+      offset = previous->first;
+      nbytes += previous->second;
+      Drop(previous);
     }
   }
-  ranges_.emplace_hint(next, offset, nbytes);
+  Put(offset, nbytes);
 }
 
 void RangeSet::Remove(size_t offset, size_t nbytes) {
@@ -32,33 +53,37 @@ void RangeSet::Remove(size_t offset, size_t nbytes) {
   while (range != ranges_.end() && range->first < end) {
     const size_t range_offset = range->first;
     const size_t range_end = range_offset + range->second;
-    range = ranges_.erase(range);
-    if (range_offset < offset) ranges_.emplace_hint(range, range_offset, offset - range_offset);
-    if (range_end > end) range = ranges_.emplace_hint(range, end, range_end - end);
-    nbytes_ -= std::min(range_end, end) - std::max(range_offset, offset);
+    range = Drop(range);
+    if (range_offset < offset) Put(range_offset, offset - range_offset);
+    if (range_end > end) Put(end, range_end - end);
   }
 }
 
 RangeSet::Range RangeSet::RemoveHighest(size_t nbytes) {
   if (ranges_.empty()) return {0, 0};
-  const auto highest = std::prev(ranges_.end());
-  const size_t removed = std::min(nbytes, highest->second);
-  nbytes_ -= removed;
-  highest->second -= removed;
-  const size_t offset = highest->first + highest->second;
-  if (highest->second == 0) ranges_.erase(highest);
-  return {offset, removed};
+  const auto [offset, available] = *ranges_.rbegin();
+  const size_t removed = std::min(nbytes, available);
+  Remove(offset + available - removed, removed);
+  return {offset + available - removed, removed};
 }
 
 std::optional<size_t> RangeSet::RemoveLowestFit(size_t nbytes) {
-  const auto fit = std::find_if(ranges_.begin(), ranges_.end(),
-                                [nbytes](const auto& range) { return range.second >= nbytes; });
-  if (fit == ranges_.end()) return std::nullopt;
-  const auto [offset, available] = *fit;
-  const auto next = ranges_.erase(fit);
-  if (available > nbytes) ranges_.emplace_hint(next, offset + nbytes, available - nbytes);
-  nbytes_ -= nbytes;
-  return offset;
+  const size_t size_class = Log2(nbytes);
+  std::optional<size_t> lowest;
+  for (size_t c = size_class + 1; c < by_size_.size(); ++c) {  // these are long enough
+    if (by_size_[c].empty()) continue;
+    const size_t offset = *by_size_[c].begin();
+    if (!lowest || offset < *lowest) lowest = offset;
+  }
+  for (const size_t offset : by_size_[size_class]) {  // these may be
+    if (lowest && offset > *lowest) break;
+    if (ranges_.at(offset) >= nbytes) {
+      lowest = offset;
+      break;
+    }
+  }
+  if (lowest) Remove(*lowest, nbytes);
+  return lowest;
 }
 
 std::vector<RangeSet::Range> RangeSet::From(size_t offset) const {

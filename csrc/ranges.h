@@ -2,9 +2,11 @@
 #ifndef OFFLOAD_CSRC_RANGES_H_
 #define OFFLOAD_CSRC_RANGES_H_
 
+#include <array>
 #include <cstddef>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -33,7 +35,7 @@ class RangeSet {
   Range RemoveHighest(size_t nbytes);
 
   // Takes out `nbytes` from the front of the lowest range that is long enough, and returns their
-  // offset, or nothing when no range is.
+  // offset, or nothing when no range is. Looks only at ranges of about that size.
   std::optional<size_t> RemoveLowestFit(size_t nbytes);
 
   // What the set has of [offset, end of it all), lowest first.
@@ -43,7 +45,13 @@ class RangeSet {
   size_t ranges() const { return ranges_.size(); }
 
  private:
-  std::map<size_t, size_t> ranges_;  // offset -> bytes; no two of them touch
+  using Ranges = std::map<size_t, size_t>;  // offset -> bytes
+
+  void Put(size_t offset, size_t nbytes);
+  Ranges::iterator Drop(Ranges::iterator range);
+
+  Ranges ranges_;                             // no two of them touch
+  std::array<std::set<size_t>, 64> by_size_;  // offsets, by the binary logarithm of the bytes
   size_t nbytes_ = 0;
 };
 
