@@ -243,6 +243,18 @@ print(json.dumps([count >= 10, int(tensor(200)[-1])]))
 """) == [True, 1]
 
 
+def test_a_tensor_larger_than_the_machine_is_refused_as_without_the_pool():
+    program = """
+use_pool(%r)
+try:
+    torch.empty(psutil.virtual_memory().total * 5 // 4, dtype=torch.uint8)
+    print(json.dumps("given"))
+except RuntimeError as error:
+    print(json.dumps("DefaultCPUAllocator: can't allocate memory" in str(error)))
+"""
+    assert outcome(program % "pool") == outcome(program % "system")
+
+
 def test_gradients_are_the_same_with_and_without(tmp_path: Path):
     program = """
 torch.manual_seed(0)
