@@ -219,7 +219,8 @@ std::string Install() {
   max_bytes = MachineBytes();
   pool = MakePool();
   if (pool == nullptr) return "there are not enough addresses (ulimit -v)";
-  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); }, [] { pool->AfterFork(); });
+  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); },
+                 [] { pool->AfterForkInChild(); });
   // free first: nothing of the pool may reach the other one.
   for (const Import& giver : givers) {
     if (!library.Set(giver, reinterpret_cast<void*>(&PoolFree))) {

@@ -5,6 +5,7 @@ It is there for the life of a process, so every test has one of its own.
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -170,6 +171,33 @@ for _ in range(30):
 stop.set()
 [t.join() for t in threads]
 print(json.dumps(sum(codes)))
+""")
+        == 0
+    )
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="registers handlers as glibc does")
+@pytest.mark.parametrize("moment", ["prepare", "parent", "child"])
+def test_the_fork_handlers_of_other_libraries_may_free_tensors(moment: str):
+    """Those registered before ours run after ours has prepared, and before it has finished."""
+    assert (
+        outcome(f"""
+import ctypes
+held = []
+Handler = ctypes.CFUNCTYPE(None)
+clear = Handler(held.clear)
+places = [clear if name == {moment!r} else Handler() for name in ("prepare", "parent", "child")]
+ctypes.CDLL(None)["__register_atfork"](*places, None)
+use_pool("pool")
+held.append(tensor(1))
+child = os.fork()
+if child == 0:
+    tensor(1)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+held.clear()
+tensor(1)
+print(json.dumps(status + used()))
 """)
         == 0
     )
