@@ -57,6 +57,7 @@ void Pool::Give(void* pointer) {
   const size_t nbytes = ranges_.Give(offset);
   if (nbytes == 0) {
     std::fputs("offload: free() of a tensor's memory that is not in use\n", stderr);
+    mutex_.unlock();  // a handler of SIGABRT may fork, to have the stack printed
     std::abort();
   }
   kept_.Add(offset, nbytes);

@@ -184,5 +184,24 @@ TEST_CASE("fork: what is freed twice, or was never handed out, ends the process"
   CHECK(status_of_free(data) == 128 + SIGABRT);
 }
 
+Pool* refusing = nullptr;
+
+TEST_CASE("fork: a handler of the abort may fork itself") {
+  const auto pool = Pool::Make(kReservedBytes);
+  refusing = pool.get();
+  CHECK(InChild([&] {
+          alarm(20);
+          std::fclose(stderr);
+          std::signal(SIGABRT, [](int) {
+            refusing->BeforeFork();
+            _exit(5);
+          });
+          void* const data = pool->Allocate(kMiB);
+          pool->Free(data);
+          pool->Free(data);
+          return 0;
+        }) == 5);
+}
+
 }  // namespace
 }  // namespace offload
