@@ -22,9 +22,10 @@ constexpr size_t kMinBytes = size_t{128} << 10;  // what is smaller stays with m
 constexpr size_t kMinReservedBytes = size_t{1} << 30;
 
 Pool* pool = nullptr;  // never destroyed: tensors outlive every static object
+size_t max_bytes = 0;  // what is larger than the machine's memory, the system is to refuse
 
 int PoolMemalign(void** pointer, size_t alignment, size_t nbytes) {
-  if (nbytes >= kMinBytes && alignment <= kPageBytes) {
+  if (nbytes >= kMinBytes && nbytes <= max_bytes && alignment <= kPageBytes) {
     if (void* const taken = pool->Allocate(nbytes)) {
       *pointer = taken;
       return 0;
@@ -59,6 +60,8 @@ struct Import {
   void** address;
 };
 
+uintptr_t PageBytes() { return static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)); }
+
 // A loaded library, seen through its program headers: see elf(5).
 class Library {
  public:
@@ -67,7 +70,8 @@ class Library {
       const ElfW(Phdr)& header = info.dlpi_phdr[i];
       if (header.p_type == PT_GNU_RELRO) {
         sealed_begin_ = base_ + header.p_vaddr;
-        sealed_end_ = sealed_begin_ + header.p_memsz;
+        // The loader seals whole pages: a last one in part stays writable, for what else it holds.
+        sealed_end_ = (sealed_begin_ + header.p_memsz) / PageBytes() * PageBytes();
       } else if (header.p_type == PT_DYNAMIC) {
         ReadDynamic(reinterpret_cast<const ElfW(Dyn)*>(base_ + header.p_vaddr));
       }
@@ -93,11 +97,10 @@ class Library {
   bool Set(const Import& import, void* function) const {
     const auto address = reinterpret_cast<uintptr_t>(import.address);
     const bool sealed = address >= sealed_begin_ && address < sealed_end_;
-    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    void* const page = reinterpret_cast<void*>(address / page_bytes * page_bytes);
-    if (sealed && mprotect(page, page_bytes, PROT_READ | PROT_WRITE) != 0) return false;
+    void* const page = reinterpret_cast<void*>(address / PageBytes() * PageBytes());
+    if (sealed && mprotect(page, PageBytes(), PROT_READ | PROT_WRITE) != 0) return false;
     __atomic_store_n(import.address, function, __ATOMIC_RELEASE);
-    if (sealed) mprotect(page, page_bytes, PROT_READ);
+    if (sealed) mprotect(page, PageBytes(), PROT_READ);
     return true;
   }
 
@@ -180,11 +183,13 @@ std::string ProviderOf(const char* function) {
   return std::string(BaseName(info.dli_fname));
 }
 
+size_t MachineBytes() {
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
 // As many addresses as can be had, up to twice the machine's memory; null if hardly any.
 Pool* MakePool() {
-  const auto memory_bytes =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  for (size_t nbytes = 2 * memory_bytes; nbytes >= kMinReservedBytes; nbytes /= 2) {
+  for (size_t nbytes = 2 * MachineBytes(); nbytes >= kMinReservedBytes; nbytes /= 2) {
     // Fails with a limit on addresses (RLIMIT_AS), and where the system does not overcommit.
     if (auto made = Pool::Make(nbytes)) return made.release();
   }
@@ -192,6 +197,10 @@ Pool* MakePool() {
 }
 
 std::string Install() {
+  if (PageBytes() != kPageBytes) {
+    // madvise() would round what is given back up to whole pages, into tensors that are alive.
+    return "the system's pages are of " + std::to_string(PageBytes()) + " bytes";
+  }
   for (const char* function : {"posix_memalign", "free"}) {
     const std::string provider = ProviderOf(function);
     if (!StartsWith(provider, "libc.so") && !StartsWith(provider, "libc-")) {
@@ -207,9 +216,11 @@ std::string Install() {
   if (takers.empty() || givers.empty()) {
     return "this build of torch does not take its memory from posix_memalign";
   }
+  max_bytes = MachineBytes();
   pool = MakePool();
   if (pool == nullptr) return "there are not enough addresses (ulimit -v)";
-  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); }, [] { pool->AfterFork(); });
+  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); },
+                 [] { pool->AfterForkInChild(); });
   // free first: nothing of the pool may reach the other one.
   for (const Import& giver : givers) {
     if (!library.Set(giver, reinterpret_cast<void*>(&PoolFree))) {

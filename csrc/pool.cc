@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <utility>
 
 namespace offload {
@@ -30,7 +31,8 @@ Pool::~Pool() { munmap(data_, reserved_bytes_); }
 
 void* Pool::Allocate(size_t nbytes) {
   if (nbytes == 0 || nbytes > reserved_bytes_) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock = Enter();
+  if (!lock) return nullptr;
   const std::optional<size_t> offset = ranges_.Take(nbytes);
   if (!offset) return nullptr;
   if (!Commit(*offset + RoundUp(nbytes, kPageBytes))) {
@@ -44,15 +46,42 @@ void* Pool::Allocate(size_t nbytes) {
 }
 
 void Pool::Free(void* pointer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const std::unique_lock<std::mutex> lock = Enter()) return Give(pointer);
+  auto* const freed = new (pointer) Freed{freed_};
+  while (!freed_.compare_exchange_weak(freed->next, freed)) {
+  }
+}
+
+void Pool::Give(void* pointer) {
   const auto offset = static_cast<size_t>(static_cast<std::byte*>(pointer) - data_);
   const size_t nbytes = ranges_.Give(offset);
   if (nbytes == 0) {
     std::fputs("offload: free() of a tensor's memory that is not in use\n", stderr);
+    mutex_.unlock();  // a handler of SIGABRT may fork, to have the stack printed
     std::abort();
   }
   kept_.Add(offset, nbytes);
   Trim();
+}
+
+std::unique_lock<std::mutex> Pool::Enter() {
+  if (forks_ > 0) return {};  // not even for a moment: the child would find the mutex locked
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (forks_ > 0) return {};
+  for (Freed* freed = freed_.exchange(nullptr); freed != nullptr;) {
+    Give(std::exchange(freed, freed->next));
+  }
+  return lock;
+}
+
+void Pool::BeforeFork() {
+  const std::lock_guard<std::mutex> lock(mutex_);  // nobody is in the middle of something
+  ++forks_;
+}
+
+void Pool::AfterForkInChild() {
+  new (&mutex_) std::mutex;  // may have been locked by a thread that saw the fork and turned back
+  forks_ = 0;                // those of other threads are not this process's
 }
 
 Pool::Stats Pool::GetStats() const {
@@ -61,14 +90,14 @@ Pool::Stats Pool::GetStats() const {
 }
 
 void Pool::CountElsewhere(ptrdiff_t nbytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
   elsewhere_bytes_ += static_cast<size_t>(nbytes);  // modulo 2^64, so it may shrink, too
-  Trim();
+  if (const std::unique_lock<std::mutex> lock = Enter()) Trim();
 }
 
 void Pool::BeginPeriod() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  most_bytes_before_ = std::exchange(most_bytes_, InUseBytes());
+  if (const std::unique_lock<std::mutex> lock = Enter()) {
+    most_bytes_before_ = std::exchange(most_bytes_, InUseBytes());
+  }
 }
 
 bool Pool::Commit(size_t end_bytes) {
@@ -82,8 +111,9 @@ bool Pool::Commit(size_t end_bytes) {
 }
 
 void Pool::Trim() {
-  most_bytes_ = std::max(most_bytes_, InUseBytes());
-  const size_t keep_bytes = std::max(kMinKeepBytes, MostBytes() - InUseBytes());
+  const size_t in_use_bytes = InUseBytes();  // once: what is elsewhere changes meanwhile
+  most_bytes_ = std::max(most_bytes_, in_use_bytes);
+  const size_t keep_bytes = std::max(kMinKeepBytes, MostBytes() - in_use_bytes);
   while (kept_.nbytes() > keep_bytes) {
     const RangeSet::Range range = kept_.RemoveHighest(kept_.nbytes() - keep_bytes);
     madvise(data_ + range.offset, range.nbytes, MADV_DONTNEED);

@@ -16,6 +16,7 @@
 #define OFFLOAD_CSRC_POOL_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -35,6 +36,12 @@ namespace offload {
 //
 // All functions may be called from any thread, and in a forked child, which has a copy of the pool
 // like of all other memory, if BeforeFork and AfterFork were called around the fork.
+//
+// [Note: during a fork]
+// Other libraries have handlers of forks, too. They may free a tensor, or wait for a mutex under
+// which another thread frees one: a pool that is locked meanwhile, as malloc is (which the C
+// library locks after all handlers), would never be unlocked. So it is not locked but left alone:
+// it hands nothing out, and what is freed waits in a list, linked through the freed memory itself.
 class Pool {
  public:
   static constexpr size_t kMinKeepBytes = size_t{16} << 20;
@@ -73,24 +80,34 @@ class Pool {
 
   Stats GetStats() const;
 
-  void BeforeFork() { mutex_.lock(); }
-  void AfterFork() { mutex_.unlock(); }
+  void BeforeFork();
+  void AfterFork() { --forks_; }
+  void AfterForkInChild();
 
  private:
   Pool(std::byte* data, size_t reserved_bytes);
 
+  struct Freed {
+    Freed* next;
+  };
+
+  // Owns no lock during a fork.
+  std::unique_lock<std::mutex> Enter();
+  void Give(void* pointer);
   bool Commit(size_t end_bytes);
   size_t InUseBytes() const { return ranges_.used_bytes() + elsewhere_bytes_; }
   size_t MostBytes() const { return std::max(most_bytes_, most_bytes_before_); }
   void Trim();
 
   mutable std::mutex mutex_;
+  std::atomic<int> forks_{0};           // under way, in as many threads
+  std::atomic<Freed*> freed_{nullptr};  // during them
   std::byte* data_;
   size_t reserved_bytes_;
   size_t committed_bytes_ = 0;  // may be read and written
   FirstFit ranges_;
   RangeSet kept_;  // free and, as far as anybody knows, resident
-  size_t elsewhere_bytes_ = 0;
+  std::atomic<size_t> elsewhere_bytes_{0};
   size_t most_bytes_ = 0;         // in use at one time in this period
   size_t most_bytes_before_ = 0;  // in the one before
   size_t allocations_ = 0;

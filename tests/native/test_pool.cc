@@ -137,7 +137,7 @@ TEST_CASE("fork: a child has a pool of its own") {
   std::memset(data, 7, kMiB);
   pool->BeforeFork();
   const int status = InChild([&] {
-    pool->AfterFork();
+    pool->AfterForkInChild();
     std::memset(data, 9, kMiB);
     pool->Free(data);
     return pool->Allocate(kMiB) == data ? 0 : 1;
@@ -146,6 +146,26 @@ TEST_CASE("fork: a child has a pool of its own") {
   CHECK(status == 0);
   CHECK(data[0] == std::byte{7});
   CHECK(pool->GetStats().used_bytes == kMiB);
+}
+
+TEST_CASE("fork: other handlers of forks may free and allocate") {
+  const auto pool = Pool::Make(kReservedBytes);
+  void* const first = pool->Allocate(kMiB);
+  void* const second = pool->Allocate(kMiB);
+  void* const third = pool->Allocate(kMiB);
+  pool->BeforeFork();
+  pool->Free(first);
+  std::thread([&] { pool->Free(second); }).join();
+  CHECK(pool->Allocate(kMiB) == nullptr);
+  const int status = InChild([&] {
+    pool->Free(third);
+    pool->AfterForkInChild();
+    return pool->Allocate(3 * kMiB) == first ? 0 : 1;
+  });
+  pool->AfterFork();
+  CHECK(status == 0);
+  CHECK(pool->Allocate(2 * kMiB) == first);
+  CHECK(pool->GetStats().used_bytes == 3 * kMiB);
 }
 
 TEST_CASE("fork: what is freed twice, or was never handed out, ends the process") {
@@ -162,6 +182,25 @@ TEST_CASE("fork: what is freed twice, or was never handed out, ends the process"
   CHECK(status_of_free(data + kPageBytes) == 128 + SIGABRT);
   pool->Free(data);
   CHECK(status_of_free(data) == 128 + SIGABRT);
+}
+
+Pool* refusing = nullptr;
+
+TEST_CASE("fork: a handler of the abort may fork itself") {
+  const auto pool = Pool::Make(kReservedBytes);
+  refusing = pool.get();
+  CHECK(InChild([&] {
+          alarm(20);
+          std::fclose(stderr);
+          std::signal(SIGABRT, [](int) {
+            refusing->BeforeFork();
+            _exit(5);
+          });
+          void* const data = pool->Allocate(kMiB);
+          pool->Free(data);
+          pool->Free(data);
+          return 0;
+        }) == 5);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ It is there for the life of a process, so every test has one of its own.
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -175,6 +176,33 @@ print(json.dumps(sum(codes)))
     )
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="registers handlers as glibc does")
+@pytest.mark.parametrize("moment", ["prepare", "parent", "child"])
+def test_the_fork_handlers_of_other_libraries_may_free_tensors(moment: str):
+    """Those registered before ours run after ours has prepared, and before it has finished."""
+    assert (
+        outcome(f"""
+import ctypes
+held = []
+Handler = ctypes.CFUNCTYPE(None)
+clear = Handler(held.clear)
+places = [clear if name == {moment!r} else Handler() for name in ("prepare", "parent", "child")]
+ctypes.CDLL(None)["__register_atfork"](*places, None)
+use_pool("pool")
+held.append(tensor(1))
+child = os.fork()
+if child == 0:
+    tensor(1)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+held.clear()
+tensor(1)
+print(json.dumps(status + used()))
+""")
+        == 0
+    )
+
+
 OTHER_ALLOCATOR = """
 #include <stdlib.h>
 extern void *__libc_memalign(size_t, size_t);
@@ -241,6 +269,18 @@ del tensors
 assert used() == 0
 print(json.dumps([count >= 10, int(tensor(200)[-1])]))
 """) == [True, 1]
+
+
+def test_a_tensor_larger_than_the_machine_is_refused_as_without_the_pool():
+    program = """
+use_pool(%r)
+try:
+    torch.empty(psutil.virtual_memory().total * 5 // 4, dtype=torch.uint8)
+    print(json.dumps("given"))
+except RuntimeError as error:
+    print(json.dumps("DefaultCPUAllocator: can't allocate memory" in str(error)))
+"""
+    assert outcome(program % "pool") == outcome(program % "system")
 
 
 def test_gradients_are_the_same_with_and_without(tmp_path: Path):
