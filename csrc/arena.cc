@@ -152,7 +152,8 @@ class Slab {
 
   void Trim(size_t keep_bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (mapping_.data() == nullptr) return;
+    // Larger pages would be shared by what is free and what is not.
+    if (mapping_.data() == nullptr || sysconf(_SC_PAGESIZE) != kPageBytes) return;
     for (const auto& [offset, nbytes] : ranges_.free().From(keep_bytes)) {
       madvise(mapping_.data() + offset, nbytes, MADV_DONTNEED);
       if (offset + nbytes == mapping_.nbytes()) SetTouched(std::min(touched_bytes_, offset));

@@ -5,8 +5,10 @@
 #include <link.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
@@ -19,14 +21,14 @@ namespace offload {
 namespace {
 
 constexpr size_t kMinBytes = size_t{128} << 10;  // what is smaller stays with malloc
-constexpr size_t kMinReservedBytes = size_t{1} << 30;
 
-Pool* pool = nullptr;  // never destroyed: tensors outlive every static object
+// Never destroyed: tensors outlive every static object.
+std::atomic<Pool*> pool{nullptr};
 size_t max_bytes = 0;  // what is larger than the machine's memory, the system is to refuse
 
 int PoolMemalign(void** pointer, size_t alignment, size_t nbytes) {
   if (nbytes >= kMinBytes && nbytes <= max_bytes && alignment <= kPageBytes) {
-    if (void* const taken = pool->Allocate(nbytes)) {
+    if (void* const taken = pool.load()->Allocate(nbytes)) {
       *pointer = taken;
       return 0;
     }
@@ -35,9 +37,9 @@ int PoolMemalign(void** pointer, size_t alignment, size_t nbytes) {
 }
 
 void PoolFree(void* pointer) {
-  if (!pool->Owns(pointer)) return std::free(pointer);
+  if (!pool.load()->Owns(pointer)) return std::free(pointer);
   const int error = errno;  // free() leaves it alone, too
-  pool->Free(pointer);
+  pool.load()->Free(pointer);
   errno = error;
 }
 
@@ -187,13 +189,9 @@ size_t MachineBytes() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// As many addresses as can be had, up to twice the machine's memory; null if hardly any.
-Pool* MakePool() {
-  for (size_t nbytes = 2 * MachineBytes(); nbytes >= kMinReservedBytes; nbytes /= 2) {
-    // Fails with a limit on addresses (RLIMIT_AS), and where the system does not overcommit.
-    if (auto made = Pool::Make(nbytes)) return made.release();
-  }
-  return nullptr;
+bool AddressesAreLimited() {
+  rlimit limit{};
+  return getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY;
 }
 
 std::string Install() {
@@ -216,11 +214,13 @@ std::string Install() {
   if (takers.empty() || givers.empty()) {
     return "this build of torch does not take its memory from posix_memalign";
   }
+  // The pool would take all that others may have.
+  if (AddressesAreLimited()) return "the addresses of the process are limited (ulimit -v)";
   max_bytes = MachineBytes();
-  pool = MakePool();
-  if (pool == nullptr) return "there are not enough addresses (ulimit -v)";
-  pthread_atfork([] { pool->BeforeFork(); }, [] { pool->AfterFork(); },
-                 [] { pool->AfterForkInChild(); });
+  pool = Pool::Make(2 * max_bytes).release();
+  if (pool.load() == nullptr) return "the system refuses to reserve addresses";
+  pthread_atfork([] { pool.load()->BeforeFork(); }, [] { pool.load()->AfterFork(); },
+                 [] { pool.load()->AfterForkInChild(); });
   // free first: nothing of the pool may reach the other one.
   for (const Import& giver : givers) {
     if (!library.Set(giver, reinterpret_cast<void*>(&PoolFree))) {

@@ -82,6 +82,8 @@ void Pool::BeforeFork() {
 void Pool::AfterForkInChild() {
   new (&mutex_) std::mutex;  // may have been locked by a thread that saw the fork and turned back
   forks_ = 0;                // those of other threads are not this process's
+  StartPeriod();             // nor is what they needed
+  StartPeriod();
 }
 
 Pool::Stats Pool::GetStats() const {
@@ -96,8 +98,14 @@ void Pool::CountElsewhere(ptrdiff_t nbytes) {
 
 void Pool::BeginPeriod() {
   if (const std::unique_lock<std::mutex> lock = Enter()) {
-    most_bytes_before_ = std::exchange(most_bytes_, InUseBytes());
+    StartPeriod();
+    Trim();
   }
+}
+
+void Pool::StartPeriod() {
+  most_bytes_before_ = std::exchange(most_bytes_, InUseBytes());
+  period_began_ = std::chrono::steady_clock::now();
 }
 
 bool Pool::Commit(size_t end_bytes) {
@@ -111,6 +119,7 @@ bool Pool::Commit(size_t end_bytes) {
 }
 
 void Pool::Trim() {
+  if (std::chrono::steady_clock::now() - period_began_ > kLongestPeriod) StartPeriod();
   const size_t in_use_bytes = InUseBytes();  // once: what is elsewhere changes meanwhile
   most_bytes_ = std::max(most_bytes_, in_use_bytes);
   const size_t keep_bytes = std::max(kMinKeepBytes, MostBytes() - in_use_bytes);

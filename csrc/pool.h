@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -31,8 +32,9 @@ namespace offload {
 // Free memory stays, which spares its next user the page faults, as long as it does not make the
 // process larger than it had to be anyway: together with what is in use, here and elsewhere, it is
 // no more than the most that was in use at one time lately. Beyond that (and kMinKeepBytes) it goes
-// back to the system, from the highest address down. "Lately" is this period and the one before;
-// "elsewhere" is what the arenas have touched.
+// back to the system, from the highest address down. "Lately" is this period and the one before: a
+// period is a training step, and where there are none kLongestPeriod. "Elsewhere" is what the
+// arenas have touched.
 //
 // All functions may be called from any thread, and in a forked child, which has a copy of the pool
 // like of all other memory, if BeforeFork and AfterFork were called around the fork.
@@ -45,6 +47,7 @@ namespace offload {
 class Pool {
  public:
   static constexpr size_t kMinKeepBytes = size_t{16} << 20;
+  static constexpr std::chrono::seconds kLongestPeriod{30};
 
   struct Stats {
     size_t used_bytes = 0;   // of allocations now alive, in whole pages
@@ -75,7 +78,7 @@ class Pool {
   // Memory in use elsewhere has grown by so much, or shrunk.
   void CountElsewhere(ptrdiff_t nbytes);
 
-  // A new period begins: a training step, say.
+  // A new period begins: a training step, say. Two in a row: what was needed is needed no more.
   void BeginPeriod();
 
   Stats GetStats() const;
@@ -97,6 +100,7 @@ class Pool {
   bool Commit(size_t end_bytes);
   size_t InUseBytes() const { return ranges_.used_bytes() + elsewhere_bytes_; }
   size_t MostBytes() const { return std::max(most_bytes_, most_bytes_before_); }
+  void StartPeriod();
   void Trim();
 
   mutable std::mutex mutex_;
@@ -110,6 +114,7 @@ class Pool {
   std::atomic<size_t> elsewhere_bytes_{0};
   size_t most_bytes_ = 0;         // in use at one time in this period
   size_t most_bytes_before_ = 0;  // in the one before
+  std::chrono::steady_clock::time_point period_began_ = std::chrono::steady_clock::now();
   size_t allocations_ = 0;
 };
 

@@ -21,7 +21,7 @@ from collections import deque
 import torch
 from aiofiles.base import wrap
 
-from offload.engines.base import Arena, Engine, Request, Slot, padded
+from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot, padded
 from offload.errors import StateError
 from offload.freelist import FreeList
 
@@ -103,6 +103,8 @@ class AioArena:
         return AioSlot(_anonymous(padded(nbytes)), 0, nbytes, self._outside)
 
     def trim(self, keep_bytes: int) -> None:
+        if mmap.PAGESIZE != PAGE_BYTES:
+            return  # larger pages would be shared by what is free and what is not
         with self._lock:
             self._settle()
             for offset, nbytes in self._free.beyond(padded(keep_bytes)):

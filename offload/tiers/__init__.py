@@ -153,6 +153,8 @@ class Tiers:
         """Let go of threads, memory and file. Nothing may be in flight."""
         self.host.close()
         self.common.engine.close()
+        pool.begin_step()  # twice: what the last steps needed is needed no more
+        pool.begin_step()
 
     def saw(self, device: torch.device) -> None:
         """Note the stream that saves something which stays."""
