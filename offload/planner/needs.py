@@ -72,7 +72,14 @@ def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
         # Small storages and what a later segment owns are kept here as well.
         keep_bytes=int(option.resident_bytes + segment.forward_bytes + segment.shared_bytes),
         working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
+        largest_bytes=int(_largest(segment, option)),
     )
+
+
+def _largest(segment: Segment, option: Option) -> float:
+    """Of what ``option`` saves: known of what leaves, and of what is kept in its place."""
+    options = [option] if _is_computed_again(option) else segment.options
+    return max((n for o in options for n in o.pieces), default=0.0)
 
 
 def _appears(walk: Walk, i: int) -> float:

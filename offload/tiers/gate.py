@@ -25,6 +25,7 @@ class Need(NamedTuple):
     # That its backward needs beside what it saved, where all of that is there before anything of
     # another segment comes early; -1 where it is computed again.
     working_bytes: int = -1
+    largest_bytes: int = 0  # of a storage that it saves, as far as was measured
 
 
 class Gate:
@@ -68,16 +69,17 @@ class Gate:
         self._kept.clear()
 
     def note(self, nbytes: int) -> int:
-        """A storage of ``nbytes`` was saved: the largest of the segment that runs, or of all while
-        that one is new.
+        """A storage of ``nbytes`` was saved: the largest of the segment that runs, as the plan knows
+        it or as was seen, or of all while that one is new.
         """
+        planned = self.needs[self.runs].largest_bytes if 0 <= self.runs < len(self.needs) else 0
         known = self._largest.get(self.runs)
         if known is None:
             self._largest[self.runs] = nbytes
-            return max(self._largest.values())
+            return max(planned, *self._largest.values())
         if nbytes > known:
             self._largest[self.runs] = known = nbytes
-        return known
+        return max(planned, known)
 
     def may_keep(self, segment: int, nbytes: int, leaving_bytes: int) -> bool:
         """Whether so many bytes more may stay: as planned, or with enough left for what follows.

@@ -18,9 +18,11 @@ def test_the_largest_storage_to_come_is_that_of_its_segment() -> None:
     gate.begin(needs)
     gate.runs = 0
     assert gate.note(10) == 30, "the same needs: the same segments"
-    gate.begin((need(), need()))
+    gate.begin((need(), need(largest_bytes=40)))
     gate.runs = 0
     assert gate.note(10) == 10
+    gate.runs = 1
+    assert [gate.note(n) for n in (10, 50, 10)] == [40, 50, 50], "a plan knows it from the first on"
 
 
 def test_what_comes_early_leaves_room_for_every_segment_in_between() -> None:
