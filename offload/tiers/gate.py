@@ -49,6 +49,7 @@ class Gate:
         self.at = -1  # the segment whose backward runs; -1: none has begun
         self.runs = -1  # the segment whose forward runs; -1: none, or no plan is in force
         self._kept: dict[int, int] = {}  # bytes, by segment
+        self._beyond = False  # whether a segment has more of them than it is planned to keep
         self._largest: dict[int, int] = {}  # bytes of a storage, by the segment that saves it
         self._used = used
 
@@ -67,10 +68,11 @@ class Gate:
             self._largest.clear()
         self.needs, self.at, self.runs, self.first = needs, -1, -1, first
         self._kept.clear()
+        self._beyond = False
 
     def note(self, nbytes: int) -> int:
-        """A storage of ``nbytes`` was saved: the largest of the segment that runs, as the plan knows
-        it or as was seen, or of all while that one is new.
+        """A storage of ``nbytes`` was saved: the largest of the segment that runs, as planned
+        or as was seen, or of all while that one is new.
         """
         planned = self.needs[self.runs].largest_bytes if 0 <= self.runs < len(self.needs) else 0
         known = self._largest.get(self.runs)
@@ -84,14 +86,17 @@ class Gate:
     def may_keep(self, segment: int, nbytes: int, leaving_bytes: int) -> bool:
         """Whether so many bytes more may stay: as planned, or with enough left for what follows.
 
-        Where a segment saves more than was measured, something has to leave after all.
+        Where a segment keeps more than was measured, something has to leave after all: of it, or of
+        those that follow, which can no longer count on what they were to keep.
         """
         segment -= self.first
         if self.limit_bytes is None or not 0 <= segment < len(self.needs):
             return True
         need = self.needs[segment]
         kept_bytes = self._kept[segment] = self._kept.get(segment, 0) + nbytes
-        if kept_bytes <= need.keep_bytes:
+        if kept_bytes > need.keep_bytes:
+            self._beyond = True
+        if not self._beyond:
             return True
         return self._used() - leaving_bytes + nbytes + need.reserve_bytes <= self.limit_bytes
 

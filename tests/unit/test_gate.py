@@ -74,3 +74,21 @@ def test_what_a_backward_needed_no_more_is_room() -> None:
     gate.begin((need(room_bytes=50), need(room_bytes=10)))
     gate.at = 1
     assert not gate.may_prefetch(0, 11, []), "computed again, what it saved is still to come"
+
+
+def test_who_keeps_more_than_planned_is_made_up_for_by_those_that_follow() -> None:
+    used = [0]
+    gate = Gate(lambda: used[0])
+    gate.limit_bytes = 100
+    gate.begin((need(keep_bytes=40), need(keep_bytes=60)))
+
+    def saved(segment: int, nbytes: int) -> bool:
+        stays = gate.may_keep(segment, nbytes, 0)
+        used[0] += nbytes if stays else 0
+        return stays
+
+    assert [saved(0, 20) for _ in range(3)] == [True, True, True], "there is room by now"
+    assert [saved(1, 20) for _ in range(3)] == [True, True, False]
+    gate.begin(gate.needs)
+    used[0] = 60
+    assert all(saved(1, 20) for _ in range(3)), "as planned: other things leave meanwhile"
