@@ -192,6 +192,7 @@ def test_ctrl_c_interrupts_a_wait(tmp_path):
     code = """
 import os, signal, threading
 from offload import _native as native
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
 queue = native.Queue(native.File({directory!r}), threads=1, capacity=1)
 slot = native.Arena(1 << 20).allocate(4096)
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
