@@ -117,7 +117,7 @@ class Queue {
     uint64_t writes = 0;
     uint64_t read_ns = 0;  // summed over workers; exceeds elapsed time when they overlap
     uint64_t write_ns = 0;
-    uint64_t cpu_ns = 0;  // used by the workers for transfers and checksums
+    uint64_t cpu_ns = 0;  // used by the workers, for the queue itself too
     uint64_t depth = 0;   // requests accepted and not done
     uint64_t peak_depth = 0;
   };

@@ -193,6 +193,17 @@ TEST_CASE("nothing that waits is forgotten, however workers fall asleep and wake
   }
 }
 
+TEST_CASE("a little is taken up though nobody waits, whether workers nap or sleep") {
+  Arena arena(2 * kMiB, false);
+  Queue queue(std::make_shared<File>(ScratchDirectory(), true), {2, kPageBytes, 4});
+  std::minstd_rand random(1);
+  for (int round = 0; round < 200; ++round) {
+    const auto request = queue.Submit(Write(arena.Allocate(kPageBytes), 0), kForever);
+    while (!request->Done()) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+  }
+}
+
 TEST_CASE("waiting ends with the timeout or the request") {
   Gated gated;
   CHECK_FALSE(gated.first->Wait(milliseconds(1)));
