@@ -12,8 +12,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
-#include <mutex>
 #include <string_view>
 #include <vector>
 
@@ -57,11 +55,6 @@ constexpr bool IsImport(size_t type) {
 constexpr bool IsImport(size_t) { return false; }
 #endif
 
-struct Import {
-  std::string_view name;
-  void** address;
-};
-
 uintptr_t PageBytes() { return static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)); }
 
 // A loaded library, seen through its program headers: see elf(5).
@@ -80,8 +73,9 @@ class Library {
     }
   }
 
-  std::vector<Import> Imports(std::string_view name) const {
-    std::vector<Import> found;
+  // Where its table holds the addresses of the function called `name`.
+  std::vector<void**> Imports(std::string_view name) const {
+    std::vector<void**> found;
     if (symbols_ == nullptr || strings_ == nullptr) return found;
     for (const auto& table : tables_) {
       for (size_t i = 0; i < table.nbytes / sizeof(ElfW(Rela)); ++i) {
@@ -89,19 +83,19 @@ class Library {
         if (!IsImport(ELF64_R_TYPE(entry.r_info)) || entry.r_addend != 0) continue;
         const ElfW(Sym)& symbol = symbols_[ELF64_R_SYM(entry.r_info)];
         if (name != strings_ + symbol.st_name) continue;
-        found.push_back({name, reinterpret_cast<void**>(base_ + entry.r_offset)});
+        found.push_back(reinterpret_cast<void**>(base_ + entry.r_offset));
       }
     }
     return found;
   }
 
   // False, and nothing has changed, if the memory cannot be made writable.
-  bool Set(const Import& import, void* function) const {
-    const auto address = reinterpret_cast<uintptr_t>(import.address);
+  bool Set(void** import, void* function) const {
+    const auto address = reinterpret_cast<uintptr_t>(import);
     const bool sealed = address >= sealed_begin_ && address < sealed_end_;
     void* const page = reinterpret_cast<void*>(address / PageBytes() * PageBytes());
     if (sealed && mprotect(page, PageBytes(), PROT_READ | PROT_WRITE) != 0) return false;
-    __atomic_store_n(import.address, function, __ATOMIC_RELEASE);
+    __atomic_store_n(import, function, __ATOMIC_RELEASE);
     if (sealed) mprotect(page, PageBytes(), PROT_READ);
     return true;
   }
@@ -209,8 +203,8 @@ std::string Install() {
   const std::vector<Library> libraries = LoadedTorchAllocators();
   if (libraries.size() != 1) return "torch's libc10.so is not loaded, or more than once";
   const Library& library = libraries.front();
-  const std::vector<Import> takers = library.Imports("posix_memalign");
-  const std::vector<Import> givers = library.Imports("free");
+  const std::vector<void**> takers = library.Imports("posix_memalign");
+  const std::vector<void**> givers = library.Imports("free");
   if (takers.empty() || givers.empty()) {
     return "this build of torch does not take its memory from posix_memalign";
   }
@@ -222,13 +216,13 @@ std::string Install() {
   pthread_atfork([] { pool.load()->BeforeFork(); }, [] { pool.load()->AfterFork(); },
                  [] { pool.load()->AfterForkInChild(); });
   // free first: nothing of the pool may reach the other one.
-  for (const Import& giver : givers) {
+  for (void** const giver : givers) {
     if (!library.Set(giver, reinterpret_cast<void*>(&PoolFree))) {
       return "the table of torch's imported functions cannot be changed";
     }
   }
   bool taking = false;
-  for (const Import& taker : takers) {
+  for (void** const taker : takers) {
     taking |= library.Set(taker, reinterpret_cast<void*>(&PoolMemalign));
   }
   return taking ? "" : "the table of torch's imported functions cannot be changed";

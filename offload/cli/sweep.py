@@ -108,8 +108,9 @@ def sweep(
     After the other ways come plans for their peaks, where there are any, and for ``points`` more.
     ``advance`` is told of each run, and how many there are.
     """
-    plans = [plan for _, plan in other_ways(found)]
-    done = [point_of(name, plan) for name, plan in other_ways(found)]
+    others = other_ways(found)
+    plans = [plan for _, plan in others]
+    done = [point_of(name, plan) for name, plan in others]
     total = max(1, steps) * (2 * len(done) - 1 + points)
 
     def run(number: int) -> None:
