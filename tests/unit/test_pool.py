@@ -20,6 +20,7 @@ import offload
 from offload import _native
 from offload.pool import use_pool
 MiB = 1 << 20
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 def tensor(mib):
     return torch.ones(mib * MiB, dtype=torch.uint8)
 def resident():
