@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -14,7 +15,7 @@ from offload.machine import (
     local_processes,
     total_memory_bytes,
 )
-from offload.optionfile import read_options
+from offload.optionfile import read_options, what_there_is
 from offload.pool import Allocator
 from offload.units import format_bytes, parse_bytes
 
@@ -202,6 +203,26 @@ class Config:
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=None, converter=_to_threads)
     io_block_bytes: int = _size(8 * MiB)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Config":
+        """These options, whose names somebody may have mistyped.
+
+        Raises:
+            TypeError: there is no such option, or a value is of the wrong type.
+            ValueError: a value cannot work; the message says the fix.
+
+        Example:
+            >>> Config.of({"window_byte": 4096})
+            Traceback (most recent call last):
+            TypeError: a session has no option 'window_byte'; did you mean 'window_bytes'?
+        """
+        names = [f.name for f in attrs.fields(cls)]
+        for name in options:
+            if name not in names:
+                hint = what_there_is(name, names)
+                raise TypeError(f"a session has no option {name!r}; {hint}")
+        return cls(**options)
 
     @classmethod
     def from_file(cls, path: "str | os.PathLike[str]", **options: Any) -> "Config":

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import fields
 from torch import Tensor, nn
 
 from offload.config import Config
@@ -160,10 +159,7 @@ def session_options(texts: Iterable[str], **named: object) -> dict[str, Any]:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
             options[name] = value
-    known = {f.name for f in fields(Config)}
-    for name in options.keys() - known:
-        raise ValueError(f"a session has no option {name!r}; it has {', '.join(sorted(known))}")
-    config = Config(**options)
+    config = Config.of(options)
     if "disk_dir" in options:
         options["disk_dir"] = config.disk_dir  # wherever the target goes
     return options

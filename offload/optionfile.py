@@ -24,7 +24,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["TABLE", "read_options", "write_options"]
+__all__ = ["TABLE", "read_options", "what_there_is", "write_options"]
 
 TABLE = "session"
 
@@ -54,10 +54,21 @@ def read_options(path: str | os.PathLike[str], known: Iterable[str]) -> dict[str
     names = sorted(known)
     for name in options:
         if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            hint = what_there_is(name, names)
             raise ValueError(f"{where}: [{TABLE}] has no option {name!r}; {hint}")
     return options
+
+
+def what_there_is(name: str, names: Iterable[str]) -> str:
+    """A hint for who gave a name that is none of these: the nearest, or all.
+
+    Example:
+        >>> what_there_is("windowbytes", ["window_bytes", "verify"])
+        "did you mean 'window_bytes'?"
+    """
+    names = sorted(names)
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
 
 
 def write_options(

@@ -67,7 +67,7 @@ class Session:
             raise TypeError(f"config is {config!r}; give a Config, or options by name")
         if not callable(policy):
             raise TypeError(f"policy is {policy!r}; give a function from SavedTensor to Placement")
-        self.config = config if config is not None else Config(**options)
+        self.config = config if config is not None else Config.of(options)
         self._warned = False
         self._finished: StepReport = StepReport.of([])
         self._counters: Counters | None = None  # of the newest step

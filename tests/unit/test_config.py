@@ -298,3 +298,10 @@ def test_several_processes_need_fewer_threads_each(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two', not a number of processes"):
         Config()
+
+
+def test_a_mistyped_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match="no option 'windw_bytes'; did you mean 'window_bytes'"):
+        offload.Session(windw_bytes="32MiB")
+    with pytest.raises(TypeError, match="no option 'xyz'; there are allocator, "):
+        offload.Session(xyz=1)
