@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -134,6 +135,50 @@ class FaultyEngine(WrappedEngine):
         if self.good_reads is not None and self.reads > self.good_reads:
             return FailedRequest(self.code)
         return super().read(slot, offset, urgent=urgent, checksum=checksum)
+
+
+class LateEngine(FaultyEngine):
+    """Writes do not end before ``over`` is set, and then they have failed."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self.good_writes, self.over = 0, False
+
+    def write(self, slot: Any, offset: int) -> Any:
+        request: Any = super().write(slot, offset)
+        if isinstance(request, FailedRequest):
+            request.done = lambda: self.over
+        return request
+
+
+class InterruptedOnce(FaultyEngine):
+    """The first wait for a write is interrupted, as by Ctrl-C; the write goes on."""
+
+    def write(self, slot: Any, offset: int) -> Any:
+        request = super().write(slot, offset)
+        return Interrupted(request) if self.writes == 1 else request
+
+
+class Interrupted:
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.interrupted, self.finished = inner, False, False
+        self.start_ns = self.end_ns = 0
+
+    def done(self) -> bool:
+        return self.finished
+
+    def wait(self) -> bool:
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        self.finished = True
+        return self.inner.wait()
+
+    def cancel(self) -> bool:
+        return False
+
+    def promote(self) -> None:
+        pass
 
 
 class LazyEngine(WrappedEngine):

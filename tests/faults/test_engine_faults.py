@@ -17,7 +17,13 @@ from offload.engines import Engine, open_engine
 from offload.engines.aio import AioEngine
 from offload.errors import OffloadWarning, StorageError
 from tests.conftest import wait_until
-from tests.doubles import EngineWithoutRoom, FailedRequest, FaultyEngine, LazyEngine
+from tests.doubles import (
+    EngineWithoutRoom,
+    FaultyEngine,
+    InterruptedOnce,
+    LateEngine,
+    LazyEngine,
+)
 from tests.support import chain, drain, in_threads, rand
 
 NBYTES = 64 * 64 * 4
@@ -140,20 +146,6 @@ def test_a_warning_that_raises_leaves_the_step(open_session, faulty: FaultyEngin
     offload.checkpoint(torch.tanh, x).sum().backward()  # in no step: nobody looks at it
     assert session.recompute_report().regions == 0
     assert torch.equal(run(session), EXPECTED)
-
-
-class LateEngine(FaultyEngine):
-    """Writes do not end before ``over`` is set, and then they have failed."""
-
-    def __init__(self, inner: Engine) -> None:
-        super().__init__(inner)
-        self.good_writes, self.over = 0, False
-
-    def write(self, slot: Any, offset: int) -> Any:
-        request: Any = super().write(slot, offset)
-        if isinstance(request, FailedRequest):
-            request.done = lambda: self.over
-        return request
 
 
 LATE = r"writing 16 KiB at offset \d+ of the scratch file in .* EIO .*when its step had ended"
@@ -415,36 +407,6 @@ def test_good_bytes_pass_the_check(open_session, engine: str) -> None:
         loss.backward()
     assert torch.equal(x.grad, EXPECTED)
     assert step.report.read_bytes == 8 * NBYTES
-
-
-class InterruptedOnce(FaultyEngine):
-    """The first wait for a write is interrupted, as by Ctrl-C; the write goes on."""
-
-    def write(self, slot: Any, offset: int) -> Any:
-        request = super().write(slot, offset)
-        return Interrupted(request) if self.writes == 1 else request
-
-
-class Interrupted:
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.interrupted, self.finished = inner, False, False
-        self.start_ns = self.end_ns = 0
-
-    def done(self) -> bool:
-        return self.finished
-
-    def wait(self) -> bool:
-        if not self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        self.finished = True
-        return self.inner.wait()
-
-    def cancel(self) -> bool:
-        return False
-
-    def promote(self) -> None:
-        pass
 
 
 def test_interrupted_while_waiting_for_room(open_session, real_engine: Engine) -> None:
