@@ -44,7 +44,8 @@ class Budget:
     def used_bytes(self) -> int:
         """Bytes reserved now."""
         while self._returned:
-            self._used_bytes -= self._returned.popleft()
+            self._used_bytes -= self._returned[0]
+            del self._returned[0]  # not a call, after which an interrupt could come too early
         return self._used_bytes
 
     def reserve(self, nbytes: int, *, alone: bool = False) -> Reservation | None:

@@ -1,6 +1,7 @@
 """FreeList: which ranges of one linear space are free. First fit, lowest first, merged."""
 
 from bisect import bisect_left
+from collections import deque
 
 
 class FreeList:
@@ -8,6 +9,9 @@ class FreeList:
 
     The lowest range that fits is taken, so that the space in use stays compact: pages (of memory)
     and blocks (of a file) that were touched once are used again before new ones are.
+
+    An interrupt (Ctrl-C) comes where a call is made or a loop goes back; there is none of that in
+    between where a range changes hands, and so each is on one side.
 
     Example:
         >>> free = FreeList(100)
@@ -44,26 +48,42 @@ class FreeList:
         Raises:
             ValueError: some of the range is free already, or lies outside the space.
         """
+        self.settle(deque([(offset, nbytes)]))
+
+    def settle(self, returned: "deque[tuple[int, int]]") -> None:
+        """``give`` of all in ``returned``, which are taken from there."""
+        while returned:
+            offset, nbytes = returned[0]
+            i, j, begin, end = self._merged(offset, nbytes)
+            self._offsets[i:j], self._lengths[i:j] = [begin], [end - begin]
+            self.free_bytes += nbytes
+            del returned[0]
+
+    def _merged(self, offset: int, nbytes: int) -> tuple[int, int, int, int]:
+        """Which free ranges, ``i`` to ``j``, become one with this one, and its begin and end."""
         offsets, lengths, end = self._offsets, self._lengths, offset + nbytes
-        i = bisect_left(offsets, offset)
+        i = j = bisect_left(offsets, offset)
         before_end = offsets[i - 1] + lengths[i - 1] if i > 0 else 0
         after = offsets[i] if i < len(offsets) else self.size_bytes
         if not before_end <= offset <= end <= after:
             raise ValueError(f"range [{offset}, {end}) is not in use: given back twice?")
-        self.free_bytes += nbytes
-        if i < len(offsets) and end == after:
-            nbytes += lengths[i]
-            del offsets[i], lengths[i]
+        if j < len(offsets) and end == after:
+            end += lengths[j]
+            j += 1
         if i > 0 and before_end == offset:
-            lengths[i - 1] += nbytes
-        else:
-            offsets.insert(i, offset)
-            lengths.insert(i, nbytes)
+            i -= 1
+            offset = offsets[i]
+        return i, j, offset, end
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` free bytes at the end."""
-        offset, self.size_bytes = self.size_bytes, self.size_bytes + nbytes
-        self.give(offset, nbytes)
+        if self.tail_bytes():
+            self._lengths[-1] += nbytes
+        else:
+            self._offsets += [self.size_bytes]
+            self._lengths += [nbytes]
+        self.size_bytes += nbytes
+        self.free_bytes += nbytes
 
     def beyond(self, offset: int) -> list[tuple[int, int]]:
         """Offset and length of what is free at ``offset`` or higher.

@@ -132,8 +132,9 @@ class LiveBytes:
 
     def _drain(self) -> None:
         while self._dead:
-            watch = self._dead.popleft()
-            del self._watches[watch.key]
+            watch = self._dead[0]
+            # No call among these, so that an interrupt finds all done or none.
+            del self._watches[watch.key], self._dead[0]
             self._alive_bytes -= watch.counted_bytes
 
 

@@ -45,6 +45,7 @@ class Registry:
 
     def _forget_dead(self) -> None:
         while self._dead:
-            dead = self._dead.popleft()
+            dead = self._dead[0]
             if self._known.get(dead.key) is dead:  # or another has taken its place
                 del self._known[dead.key]
+            del self._dead[0]  # last: an interrupt may have come before

@@ -45,7 +45,6 @@ class DiskStore:
         )
         self.peak_bytes = 0  # the most in use since it was set
         self.directory = directory
-        self._used_bytes = 0
         self._engine = engine
         self._free = FreeList()
         self._returned: deque[tuple[int, int]] = deque()
@@ -53,11 +52,9 @@ class DiskStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the extents that are alive."""
-        while self._returned:
-            offset, nbytes = self._returned.popleft()
-            self._used_bytes -= nbytes
-            self._free.give(offset, nbytes)
-        return self._used_bytes
+        if self._returned:  # asked thrice a tensor
+            self._free.settle(self._returned)
+        return self._free.size_bytes - self._free.free_bytes
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Space for ``nbytes``, or ``None`` where the disk budget leaves no room for it.
@@ -75,11 +72,10 @@ class DiskStore:
             offset = self._free.take(nbytes)
         if offset is None:  # room in all, but in pieces, and the file may not grow further
             return None
-        # No call between these two, so that an interrupt finds both done or none.
-        self._used_bytes = used_bytes = used_bytes + nbytes
+        # No call since it was taken, so that an interrupt finds both done or none.
         extent.offset, extent.nbytes = offset, nbytes
-        if used_bytes > self.peak_bytes:
-            self.peak_bytes = used_bytes
+        if used_bytes + nbytes > self.peak_bytes:
+            self.peak_bytes = used_bytes + nbytes
         return extent
 
     def _grow(self, lacking_bytes: int) -> bool:

@@ -67,10 +67,10 @@ class AioArena:
         self._lock = threading.Lock()
 
     def _settle(self) -> None:
-        while self._returned:
-            self._free.give(*self._returned.popleft())
+        self._free.settle(self._returned)
         while self._outside:
-            self._outside_bytes -= self._outside.popleft()[1]
+            self._outside_bytes -= self._outside[0][1]
+            del self._outside[0]
 
     @property
     def used_bytes(self) -> int:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -19,7 +20,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
+from offload.block import Block, VersionWitness
 from offload.budget import Budget
+from offload.freelist import FreeList
+from offload.live import LiveBytes
+from offload.placement import Placement
+from offload.registry import Registry
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
 
@@ -169,6 +175,39 @@ def test_an_interrupt_of_a_reservation() -> None:
         assert budget.used_bytes == 0, interrupt.where
 
     assert every_interrupt(("/offload/budget.py",), run) > 3
+
+
+def test_an_interrupt_while_what_has_died_is_counted() -> None:
+    """Ledgers of bytes, space, blocks and storages: each death counts once."""
+
+    def run(interrupt: Interrupt) -> None:
+        budget, registry, live, free = Budget(100), Registry(), LiveBytes(), FreeList(100)
+        tensor = torch.zeros(4)
+        storage = tensor.untyped_storage()
+        for key in (1, 2):
+            registry.add((key, 0), Block(storage, VersionWitness(tensor), Placement.DISK))
+        del storage
+        live.track(tensor.untyped_storage())
+        del tensor
+        held = [budget.reserve(n) for n in (50, 30)]
+        held.clear()
+        for n in (10, 20, 30, 40):
+            free.take(n)
+        returned = deque([(0, 10), (60, 40), (10, 20), (30, 30)])
+        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+            _ = budget.used_bytes, len(registry), live.alive_bytes
+            free.settle(returned)
+            free.grow(50)
+            free.take(150)
+            free.grow(50)
+        free.settle(returned)
+        figures = budget.used_bytes, len(registry), live.alive_bytes
+        assert figures == (0, 0, 0), interrupt.where
+        assert free._lengths == ([free.free_bytes] if free.free_bytes else []), interrupt.where
+        assert free.free_bytes in (free.size_bytes, free.size_bytes - 150), interrupt.where
+
+    ledgers = ("budget", "registry", "live", "freelist")
+    assert every_interrupt(tuple(f"/offload/{name}.py" for name in ledgers), run) > 20
 
 
 @pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
