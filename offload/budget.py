@@ -1,5 +1,6 @@
 """Budget: a byte ledger with a hard limit. A reservation lasts as long as its object."""
 
+import weakref
 from collections import deque
 
 
@@ -7,18 +8,23 @@ class Reservation:
     """``nbytes`` of a budget, given back when this object dies.
 
     It may die anywhere, also inside the garbage collector while the ledger is being read, so its
-    death only appends to a queue; the ledger is settled by the next call that looks at it.
+    death is only noted; the ledger is settled by the next call that looks at it.
     """
 
-    __slots__ = ("_returned", "nbytes")
+    __slots__ = ("__weakref__", "nbytes")
 
-    def __init__(self, returned: "deque[int]") -> None:
-        self.nbytes = 0
-        self._returned = returned
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
 
-    def __del__(self) -> None:
-        if hasattr(self, "_returned"):  # an interrupt may have come before
-            self._returned.append(self.nbytes)
+
+class _Reserved(weakref.ref[Reservation]):
+    """What a reservation stands for; it is also its own death notice. See ``freelist`` for why it
+    is not ``__del__`` that tells.
+    """
+
+    __slots__ = ("nbytes",)
+
+    nbytes: int
 
 
 class Budget:
@@ -38,14 +44,20 @@ class Budget:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         self._used_bytes = 0
-        self._returned: deque[int] = deque()
+        self._reserved: dict[int, _Reserved] = {}
+        self._returned: deque[_Reserved] = deque()
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved now."""
         while self._returned:
-            self._used_bytes -= self._returned[0]
-            del self._returned[0]  # not a call, after which an interrupt could come too early
+            returned = self._returned[0]
+            key = id(returned)
+            # No call from here on, so that an interrupt finds all done or none.
+            if key in self._reserved:  # else one came before
+                self._used_bytes -= returned.nbytes
+                del self._reserved[key]
+            del self._returned[0]
         return self._used_bytes
 
     def reserve(self, nbytes: int, *, alone: bool = False) -> Reservation | None:
@@ -59,10 +71,13 @@ class Budget:
         used = self.used_bytes
         if used + nbytes > self.limit_bytes and not (alone and used == 0):
             return None
-        reservation = Reservation(self._returned)
-        # No call between these two, so that an interrupt finds both done or none.
+        reservation = Reservation(nbytes)
+        reserved = _Reserved(reservation, self._returned.append)
+        key = id(reserved)
+        # No call from here on, either.
+        reserved.nbytes = nbytes
+        self._reserved[key] = reserved
         self._used_bytes = used = used + nbytes
-        reservation.nbytes = nbytes
         if used > self.peak_bytes:
             self.peak_bytes = used
         return reservation

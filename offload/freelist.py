@@ -1,7 +1,21 @@
 """FreeList: which ranges of one linear space are free. First fit, lowest first, merged."""
 
+import weakref
 from bisect import bisect_left
 from collections import deque
+
+
+class _Lent(weakref.ref[object]):
+    """A range, by whoever has it; it is also its own death notice.
+
+    A callback in C, not ``__del__``: an interrupt would come at the first line of that, as the
+    first code of Python after a long operation, and Python drops what is raised there.
+    """
+
+    __slots__ = ("nbytes", "offset")
+
+    nbytes: int
+    offset: int
 
 
 class FreeList:
@@ -27,9 +41,19 @@ class FreeList:
         self.free_bytes = size_bytes
         self._offsets = [0] if size_bytes else []  # sorted; _lengths runs beside it
         self._lengths = [size_bytes] if size_bytes else []
+        self._lent: dict[int, _Lent] = {}
+        self._returned: deque[_Lent] = deque()
 
-    def take(self, nbytes: int) -> int | None:
-        """The offset of ``nbytes`` now in use, or ``None`` where no free range is that long."""
+    def take(self, nbytes: int, owner: object = None) -> int | None:
+        """The offset of ``nbytes`` now in use, or ``None`` where no free range is that long.
+
+        Args:
+            nbytes: how many.
+            owner: the range is given back when it dies, which may be inside the garbage collector:
+                at the next ``settle``.
+        """
+        lent = _Lent(owner, self._returned.append) if owner is not None else None
+        key = id(lent)
         for i, length in enumerate(self._lengths):
             if length < nbytes:
                 continue
@@ -39,6 +63,9 @@ class FreeList:
             else:
                 self._offsets[i], self._lengths[i] = offset + nbytes, length - nbytes
             self.free_bytes -= nbytes
+            if lent is not None:
+                lent.offset, lent.nbytes = offset, nbytes
+                self._lent[key] = lent
             return offset
         return None
 
@@ -48,16 +75,21 @@ class FreeList:
         Raises:
             ValueError: some of the range is free already, or lies outside the space.
         """
-        self.settle(deque([(offset, nbytes)]))
+        i, j, begin, end = self._merged(offset, nbytes)
+        self._offsets[i:j], self._lengths[i:j] = [begin], [end - begin]
+        self.free_bytes += nbytes
 
-    def settle(self, returned: "deque[tuple[int, int]]") -> None:
-        """``give`` of all in ``returned``, which are taken from there."""
-        while returned:
-            offset, nbytes = returned[0]
-            i, j, begin, end = self._merged(offset, nbytes)
-            self._offsets[i:j], self._lengths[i:j] = [begin], [end - begin]
-            self.free_bytes += nbytes
-            del returned[0]
+    def settle(self) -> None:
+        """Take back what those that died have had."""
+        while self._returned:
+            lent = self._returned[0]
+            key = id(lent)
+            if key in self._lent:  # else an interrupt came before
+                i, j, begin, end = self._merged(lent.offset, lent.nbytes)
+                self._offsets[i:j], self._lengths[i:j] = [begin], [end - begin]
+                self.free_bytes += lent.nbytes
+                del self._lent[key]
+            del self._returned[0]
 
     def _merged(self, offset: int, nbytes: int) -> tuple[int, int, int, int]:
         """Which free ranges, ``i`` to ``j``, become one with this one, and its begin and end."""

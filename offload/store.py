@@ -3,7 +3,6 @@
 import errno as errno_codes
 import os
 import shutil
-from collections import deque
 
 from offload.engines import Engine, Request, Slot, padded
 from offload.engines.base import PAGE_BYTES
@@ -17,21 +16,12 @@ SEGMENT_BYTES = 64 << 20
 
 
 class Extent:
-    """A range of the scratch file, given back when this object dies.
+    """A range of the scratch file, given back when this object dies."""
 
-    Its death may come inside the garbage collector, so it only appends; whoever next looks at what
-    is free settles.
-    """
+    __slots__ = ("__weakref__", "nbytes", "offset")
 
-    __slots__ = ("_returned", "nbytes", "offset")
-
-    def __init__(self, returned: "deque[tuple[int, int]]") -> None:
+    def __init__(self) -> None:
         self.offset = self.nbytes = 0
-        self._returned = returned
-
-    def __del__(self) -> None:
-        if hasattr(self, "_returned") and self.nbytes:  # an interrupt may have come before
-            self._returned.append((self.offset, self.nbytes))
 
 
 class DiskStore:
@@ -47,13 +37,11 @@ class DiskStore:
         self.directory = directory
         self._engine = engine
         self._free = FreeList()
-        self._returned: deque[tuple[int, int]] = deque()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the extents that are alive."""
-        if self._returned:  # asked thrice a tensor
-            self._free.settle(self._returned)
+        self._free.settle()
         return self._free.size_bytes - self._free.free_bytes
 
     def allocate(self, nbytes: int) -> Extent | None:
@@ -66,13 +54,12 @@ class DiskStore:
         used_bytes = self.used_bytes
         if used_bytes + nbytes > self.limit_bytes:
             return None
-        extent = Extent(self._returned)
-        offset = self._free.take(nbytes)
+        extent = Extent()
+        offset = self._free.take(nbytes, extent)
         if offset is None and self._grow(nbytes - self._free.tail_bytes()):
-            offset = self._free.take(nbytes)
+            offset = self._free.take(nbytes, extent)
         if offset is None:  # room in all, but in pieces, and the file may not grow further
             return None
-        # No call since it was taken, so that an interrupt finds both done or none.
         extent.offset, extent.nbytes = offset, nbytes
         if used_bytes + nbytes > self.peak_bytes:
             self.peak_bytes = used_bytes + nbytes

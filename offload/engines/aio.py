@@ -16,11 +16,11 @@ import threading
 import time
 import weakref
 import zlib
-from collections import deque
 
 import torch
 from aiofiles.base import wrap
 
+from offload.budget import Budget
 from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot, padded
 from offload.errors import StateError
 from offload.freelist import FreeList
@@ -31,19 +31,21 @@ _URGENT, _READ, _WRITE = range(3)  # lower goes first
 _MAX_WAITING = 1024
 
 
+class _Claim:
+    """Stands for a slot and all its views where its memory comes from."""
+
+    __slots__ = ("__weakref__",)
+
+
 class AioSlot:
     """A range of a mapping. Its memory is given back when the slot and every view of it have
     died.
     """
 
-    def __init__(
-        self, mapping: mmap.mmap, offset: int, nbytes: int, returned: "deque[tuple[int, int]]"
-    ) -> None:
-        size = padded(nbytes)
-        # Every view is a view of this object, so its death is the death of the last of them. It
-        # may happen inside the garbage collector: only append.
-        owner = (ctypes.c_ubyte * size).from_buffer(mapping, offset)
-        weakref.finalize(owner, returned.append, (offset, size)).atexit = False
+    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int, claim: object) -> None:
+        # Every view is a view of this object, so its death is the death of the last of them.
+        owner = (ctypes.c_ubyte * padded(nbytes)).from_buffer(mapping, offset)
+        owner.claim = claim  # type: ignore[attr-defined]
         self.address = ctypes.addressof(owner)
         self.nbytes = nbytes
         self.padded = memoryview(owner).cast("B")
@@ -61,52 +63,41 @@ class AioArena:
         self.capacity_bytes = padded(capacity_bytes)
         self._slab = _anonymous(self.capacity_bytes)
         self._free = FreeList(self.capacity_bytes)
-        self._returned: deque[tuple[int, int]] = deque()
-        self._outside: deque[tuple[int, int]] = deque()
-        self._outside_bytes = 0
+        self._outside = Budget(1 << 62)
         self._lock = threading.Lock()
-
-    def _settle(self) -> None:
-        self._free.settle(self._returned)
-        while self._outside:
-            self._outside_bytes -= self._outside[0][1]
-            del self._outside[0]
 
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            self._settle()
+            self._free.settle()
             return self.capacity_bytes - self._free.free_bytes
 
     @property
     def outside_bytes(self) -> int:
         with self._lock:
-            self._settle()
-            return self._outside_bytes
+            return self._outside.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        with self._lock:
-            self._settle()
-            return self.capacity_bytes - self._free.free_bytes + self._outside_bytes
+        return self.used_bytes + self.outside_bytes
 
     def allocate(self, nbytes: int) -> AioSlot | None:
+        claim = _Claim()
         with self._lock:
-            self._settle()
-            offset = self._free.take(padded(nbytes))
-        return None if offset is None else AioSlot(self._slab, offset, nbytes, self._returned)
+            self._free.settle()
+            offset = self._free.take(padded(nbytes), claim)
+        return None if offset is None else AioSlot(self._slab, offset, nbytes, claim)
 
     def allocate_outside(self, nbytes: int) -> AioSlot:
         with self._lock:
-            self._settle()
-            self._outside_bytes += padded(nbytes)
-        return AioSlot(_anonymous(padded(nbytes)), 0, nbytes, self._outside)
+            claim = self._outside.reserve(padded(nbytes))
+        return AioSlot(_anonymous(padded(nbytes)), 0, nbytes, claim)
 
     def trim(self, keep_bytes: int) -> None:
         if mmap.PAGESIZE != PAGE_BYTES:
             return  # larger pages would be shared by what is free and what is not
         with self._lock:
-            self._settle()
+            self._free.settle()
             for offset, nbytes in self._free.beyond(padded(keep_bytes)):
                 self._slab.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 

@@ -7,7 +7,6 @@ import gc
 import itertools
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +25,7 @@ from offload.freelist import FreeList
 from offload.live import LiveBytes
 from offload.placement import Placement
 from offload.registry import Registry
+from offload.store import Extent
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
 
@@ -191,20 +191,24 @@ def test_an_interrupt_while_what_has_died_is_counted() -> None:
         del tensor
         held = [budget.reserve(n) for n in (50, 30)]
         held.clear()
-        for n in (10, 20, 30, 40):
-            free.take(n)
-        returned = deque([(0, 10), (60, 40), (10, 20), (30, 30)])
+        owners = {n: Extent() for n in (10, 20, 30, 40)}
+        for n, owner in owners.items():
+            free.take(n, owner)
+        del owner
+        for n in (10, 40, 20, 30):
+            del owners[n]
         with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
             _ = budget.used_bytes, len(registry), live.alive_bytes
-            free.settle(returned)
+            free.settle()
             free.grow(50)
-            free.take(150)
+            free.take(150, extent := Extent())
             free.grow(50)
-        free.settle(returned)
+        extent = None  # noqa: F841
+        free.settle()
         figures = budget.used_bytes, len(registry), live.alive_bytes
         assert figures == (0, 0, 0), interrupt.where
-        assert free._lengths == ([free.free_bytes] if free.free_bytes else []), interrupt.where
-        assert free.free_bytes in (free.size_bytes, free.size_bytes - 150), interrupt.where
+        assert free._lengths == [free.size_bytes], interrupt.where
+        assert free.free_bytes == free.size_bytes, interrupt.where
 
     ledgers = ("budget", "registry", "live", "freelist")
     assert every_interrupt(tuple(f"/offload/{name}.py" for name in ledgers), run) > 20
