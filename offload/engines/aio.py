@@ -28,7 +28,6 @@ from offload.freelist import FreeList
 _pwrite = wrap(os.pwrite)
 _preadv = wrap(os.preadv)
 _URGENT, _READ, _WRITE = range(3)  # lower goes first
-_MAX_WAITING = 1024
 
 
 class _Claim:
@@ -122,7 +121,6 @@ class _Inbox:
         self.queue: asyncio.PriorityQueue[tuple[int, int, AioRequest | None]] = (
             asyncio.PriorityQueue()
         )
-        self.room = threading.Semaphore(_MAX_WAITING)
         self._order = itertools.count()
 
     def put(self, request: "AioRequest | None", priority: int) -> None:
@@ -145,15 +143,21 @@ class AioRequest:
         self.start_ns = self.end_ns = 0
         self._inbox = inbox
         self._error: OSError | None = None
-        self._completed = threading.Event()
+        # Locks themselves, not what is made of them in Python: an interrupt in the middle of that
+        # would leave one locked for good, and hang whoever comes next.
+        self._done = False
+        self._running = threading.Lock()
+        self._running.acquire()
         self._lock = threading.Lock()
         self._taken = False
 
     def done(self) -> bool:
-        return self._completed.is_set()
+        return self._done
 
     def wait(self) -> bool:
-        self._completed.wait()
+        while not self._done:
+            with self._running:
+                pass
         if self._error is not None:
             raise OSError(self._error.errno, os.strerror(self._error.errno or 0))
         return True
@@ -167,9 +171,13 @@ class AioRequest:
             return first
 
     def cancel(self) -> bool:
-        if not self.take():
-            return False
-        self.complete(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
+        cancelled = OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        with self._lock:
+            if self._taken:
+                return False
+            # Taken and complete without a call between, at which an interrupt could come.
+            self._error, self.slot, self._taken, self._done = cancelled, None, True, True
+            self._running.release()
         return True
 
     def promote(self) -> None:
@@ -182,8 +190,8 @@ class AioRequest:
         """Latch the outcome and wake whoever waits."""
         self._error = error
         self.slot = None
-        self._inbox.room.release()
-        self._completed.set()
+        self._done = True
+        self._running.release()
 
 
 class AioEngine(Engine):
@@ -249,7 +257,6 @@ class AioEngine(Engine):
             )
         if not self._finish.alive:
             raise StateError("the engine is closed")
-        self._inbox.room.acquire()
         self._inbox.put(request, priority)
         return request
 

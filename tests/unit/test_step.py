@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import offload
 from offload.block import Block, VersionWitness
 from offload.budget import Budget
+from offload.engines.aio import AioEngine
 from offload.freelist import FreeList
 from offload.live import LiveBytes
 from offload.placement import Placement
@@ -212,6 +214,39 @@ def test_an_interrupt_while_what_has_died_is_counted() -> None:
 
     ledgers = ("budget", "registry", "live", "freelist")
     assert every_interrupt(tuple(f"/offload/{name}.py" for name in ledgers), run) > 20
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_an_interrupt_of_a_request_leaves_it_to_be_waited_for(tmp_path: Any, cancel: bool) -> None:
+    """No lock of it stays locked. In the native engine there is no Python to be interrupted."""
+    engine = AioEngine(str(tmp_path), threads=1, block_bytes=4096)
+    slot = engine.arena(4096).allocate(4096)
+    assert slot is not None
+
+    def run(interrupt: Interrupt) -> None:
+        begins = threading.Event()
+        if cancel:
+            engine._inbox.loop.call_soon_threadsafe(begins.wait)
+        request = engine.write(slot, 0)
+        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+            if cancel:
+                request.cancel()
+            else:
+                request.wait()
+        begins.set()
+
+        def wait() -> None:
+            with contextlib.suppress(OSError):
+                request.wait()
+
+        waits = threading.Thread(target=wait, daemon=True)
+        waits.start()
+        waits.join(20)
+        assert not waits.is_alive(), interrupt.where
+        assert request.done(), interrupt.where
+
+    assert every_interrupt(("/offload/engines/aio.py", "/threading.py"), run) > 1
+    engine.close()
 
 
 @pytest.mark.parametrize("rules", [{"0": "recompute+disk", "1": "selective", "2": "disk"}, "auto"])
