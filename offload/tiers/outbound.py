@@ -145,8 +145,8 @@ class Outbound:
             reason = "error" if common.error is not None else "budget"
             counters.kept_bytes[reason] += block.nbytes
             return
-        # Where the device is host memory, original and slot are both there for a moment.
-        room = self._room(block) if self._room_for_slot(block) else None
+        self._make_room_for_slot(block)
+        room = self._room(block)
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
@@ -166,18 +166,19 @@ class Outbound:
             self._copies.append(_Leaving(block, extent, hold))
             self._settle_copies()
 
-    def _room_for_slot(self, block: Block) -> bool:
-        """Whether the budget has room for a copy; waits for others to leave."""
+    def _make_room_for_slot(self, block: Block) -> None:
+        """Where the device is host memory, original and slot are both there for a moment: wait for
+        others to leave. If that is not enough, it leaves all the same: what stays would take its
+        place in the budget for as long as the graph lives, and so would all that follow.
+        """
         if not self._common.lane.host_is_device:
-            return True
-        gate = self._common.gate
-        while not gate.has_room(block.padded_bytes):
+            return
+        while not self._common.gate.has_room(block.padded_bytes):
             self._settle_copies()
             if not self._disk.writes:
-                return gate.has_room(block.padded_bytes)
+                return
             with self._common.waiting("backpressure", block.subject):
                 self._disk.settle_first(self._disk.writes)
-        return True
 
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""

@@ -98,6 +98,19 @@ def test_disk(open_session, engine: str, tmp_path: Path, budget: int) -> None:
         assert kept == 0
 
 
+@pytest.mark.parametrize("budget", [0, NBYTES, 2 * NBYTES - 1, 2 * NBYTES, 5 * NBYTES])
+def test_device(open_session, engine: str, tmp_path: Path, budget: int) -> None:
+    """Without a plan. A storage and its copy are there at one time: with less than that, no more
+    than that is in use, and nothing stays.
+    """
+    watch = Watch(tmp_path)
+    watch.session = open_session(engine=engine, policy=watch, device_budget=budget)
+    assert torch.equal(watch.run(12), expected(12))
+    report = watch.session.report()
+    assert report.offloaded_bytes == 12 * NBYTES
+    assert report.peak_live_bytes <= max(budget, 2 * NBYTES)
+
+
 def test_disk_in_pieces(open_session, engine: str, tmp_path: Path) -> None:
     """Sizes that change from step to step do not make the file outgrow its budget."""
     watch = Watch(tmp_path)
