@@ -1,13 +1,13 @@
 """Accounting of the saved activations that are alive: exact bytes, by storage, without polling.
 
 [Note: death is told by a weak reference]
-        torch keeps the Python object of a storage for as long as the C++ storage lives, whoever
-    owns     it. A plain ``weakref`` to that object therefore dies exactly when the memory is
-    given back, also     when the last owner was a C++ node of autograd's graph. Its callback is
-    ``deque.append``: it may     run on any thread, inside the garbage collector or while our
-    own lock is held, so it takes no     lock and decides nothing. The queue is drained at the
-    next question or the next track. A peak can     only arise where bytes are added, and there
-    the queue has just been drained: the peak is exact.
+    torch keeps the Python object of a storage for as long as the C++ storage lives, whoever owns
+    it. A plain ``weakref`` to that object therefore dies exactly when the memory is given back,
+    also when the last owner was a C++ node of autograd's graph. Its callback is ``deque.append``:
+    it may run on any thread, inside the garbage collector or while our own lock is held, so it
+    takes no lock and decides nothing. The queue is drained at the next question or the next track.
+    A peak can only arise where bytes are added, and there the queue has just been drained: the peak
+    is exact.
 
 [Note: an address is a key only while it is watched]
     ``storage._cdata`` is reused after a storage's death. A dead storage's record is in the queue

@@ -87,13 +87,12 @@ class Profile:
     Args:
         slow: the tier next to the device, ``"host"`` or ``"disk"``.
         min_offload_bytes: what is smaller stays.
-        base_bytes: of the device, in use by the model itself where the budget counts that.
     """
 
     def __init__(self, slow: str, min_offload_bytes: int) -> None:
         self.slow = slow
         self.min_offload_bytes = min_offload_bytes
-        self.base_bytes = 0
+        self.base_bytes = 0  # of the device, in use by the model where the budget counts that
         self._full_bytes = math.inf  # with all gradients
         self.segments: list[SegmentProfile] = []
         self.after: dict[int, int] = {}

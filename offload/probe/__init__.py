@@ -6,7 +6,6 @@
     verdicts.py   what all that means for offloading, and what to do
     profile.py    the rates alone, remembered for the next time
     survey.py     everything above in one call
-    command.py    the command ``offload probe``
 
 Planning and tuning take a ``MachineProfile`` as plain numbers.
 """

@@ -5,9 +5,9 @@ verdict.py    what their times allow to say
 timeline.py   a trace as tracks of slices
 result.py     Profile: all of it
 chrome.py     as a trace for Perfetto
-page.py       as one HTML page
+page.py       as one HTML page, with its drawing.py
 picture.py    as a PNG
-command.py    offload profile
+colors.py     what page and picture have in common
 """
 
 from offload.profiler.result import MemoryCurve, Profile

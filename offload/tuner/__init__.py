@@ -10,7 +10,6 @@
     search.py         which setting to try next, and when to stop
     decide.py         whether to offload at all, and the curve of time and memory
     tuning.py         all of it in one call
-    command.py        the command ``offload tune``
 
 Record, replay, search and decision are values; only timelines and trials run anything.
 """
