@@ -150,9 +150,7 @@ def plan(
         raise ValueError(f"max_overhead is {max_overhead}; give 0 or more, 0.1 for a tenth")
     limits = {"host_budget": host_budget, "disk_budget": disk_budget}
     options.update({name: value for name, value in limits.items() if value is not None})
-    found = measure_model(
-        model, step, device_budget=device_budget, segments=segments, solver=solver, **options
-    )
+    found = measure_model(model, step, device_budget=device_budget, segments=segments, **options)
 
     def made(_: object = None) -> Plan:
         return plan_from(found, device_budget is not None, max_overhead, solver)
@@ -213,7 +211,6 @@ def measure_model(
     *,
     device_budget: Size | None = None,
     segments: Sequence[str] | None = None,
-    solver: str = "search",
     after_step: Callable[[Planned], object] | None = None,
     **options: Any,
 ) -> Measurement:
@@ -224,7 +221,6 @@ def measure_model(
         step: runs a forward and backward.
         device_budget: to measure under; ``None``: without a limit.
         segments: names of modules.
-        solver: of plans.
         after_step: called after each step.
         **options: of the session.
     """

@@ -35,7 +35,6 @@ def measured_target(
     *,
     device_budget: str | None,
     segments: tuple[str, ...],
-    solver: str,
     quiet: bool,
 ) -> Measurement:
     """Run the target's step until its plan has settled, and show that.
@@ -61,7 +60,7 @@ def measured_target(
 
         return measure_model(
             target.model, target.step, device_budget=device_budget, segments=segments or None,
-            solver=solver, after_step=told, **options,
+            after_step=told, **options,
         )  # fmt: skip
 
 
@@ -118,7 +117,7 @@ def command(
     options = options_of(given)
     with running(given) as target:
         found = measured_target(
-            target, options, device_budget=device_budget, segments=segments, solver=solver,
+            target, options, device_budget=device_budget, segments=segments,
             quiet=quiet or as_json,
         )  # fmt: skip
         made = plan_from(found, device_budget is not None, max_overhead, solver)

@@ -328,9 +328,8 @@ def command(
     options = options_of(given)
     with running(given) as target:
         found = measured_target(
-            target, options, device_budget=None, segments=segments, solver="search",
-            quiet=quiet or as_json,
-        )  # fmt: skip
+            target, options, device_budget=None, segments=segments, quiet=quiet or as_json
+        )
         columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with terminal.progress(*columns, quiet=quiet or as_json) as progress:
             bar = progress.add_task("runs", total=None)

@@ -45,7 +45,6 @@ class Planned:
         *,
         segments: Sequence[str] | None = None,
         device_budget: int | None = None,
-        solver: str = "search",
     ) -> None:
         self._removed = removed
         self._fixed: Fixed | None = None
@@ -62,7 +61,6 @@ class Planned:
                 budgets,
                 slow="disk" if tiers.common.lane.host_is_device else "host",
                 min_offload_bytes=max(1, config.min_offload_bytes),
-                solver=solver,
                 group=None if alone else agreement_on(model, ", ".join(names)),
                 links=remembered_links(config),
             )

@@ -92,14 +92,14 @@ class Fixed:
             self.measured.append(_measured(done, counters, self.clock))
 
 
-def assignment_of(plan: Plan, phase: str = "plan") -> Assignment:
+def assignment_of(plan: Plan) -> Assignment:
     """A plan as a controller wants it."""
     return Assignment(
         plan.actions,
         plan.limits,
         needs=plan.needs,
         limit_bytes=int(plan.budgets.device_bytes),
-        phase=phase,
+        phase="plan",
     )
 
 
@@ -110,7 +110,6 @@ class Auto:
         budgets: what a plan may use.
         slow: the tier next to the device.
         min_offload_bytes: what is smaller stays.
-        solver, solver_seconds: see ``solve``.
         links: rates of ways over which the measured steps send nothing.
         group: the ranks that share the model. They decide together, when a step begins; see Note:
             ranks act alike.
@@ -122,8 +121,6 @@ class Auto:
         *,
         slow: str,
         min_offload_bytes: int,
-        solver: str = "search",
-        solver_seconds: float = 30.0,
         links: Links | None = None,
         group: Agreement | None = None,
     ) -> None:
@@ -133,7 +130,6 @@ class Auto:
         self._slow = slow
         self._least = min_offload_bytes
         self.clock: Clock = HostClock()  # the controller's
-        self._solver, self._solver_seconds = solver, solver_seconds
         self._given = links or Links()
         again, some = f"recompute+{slow}", f"selective+{slow}"
         # Twice each: the first of a kind meets cold caches, and memory that was never touched.
@@ -295,7 +291,7 @@ class Auto:
     def replan(self, study: Study, signature: str) -> None:
         """Make the plan from what is known now."""
         chain = self.chain_of(study, self.budgets)
-        solution = solve(chain, solver=self._solver, seconds=self._solver_seconds)
+        solution = solve(chain)
         study.plan = make_plan(study.profile, self.budgets, chain, solution, signature)
         study.plans += 1
         study.waited = 0
