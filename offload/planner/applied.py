@@ -67,7 +67,6 @@ class Planned:
         scheme = self._fixed or self.auto
         assert scheme is not None
         self._controller = Controller(model, names, hooks, tiers, in_step, scheme)
-        scheme.clock = self._controller.clock
 
     @property
     def plan(self) -> Plan | None:

@@ -26,7 +26,7 @@ from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets, Profile
 from offload.planner.rates import measured_links
-from offload.planner.record import Assignment, Clock, HostClock, Measured, Pass
+from offload.planner.record import Assignment, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
 from offload.trace import merged, total_ns
@@ -67,7 +67,6 @@ class Fixed:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.measured: list[Measured] = []
-        self.clock: Clock = HostClock()  # the controller's
         self._assignment = assignment_of(plan)
         self._told = self._told_of_others = False
 
@@ -89,7 +88,7 @@ class Fixed:
                 'apply "auto", or measure a plan in such steps'
             )
         if done.complete:
-            self.measured.append(_measured(done, counters, self.clock))
+            self.measured.append(_measured(done, counters))
 
 
 def assignment_of(plan: Plan) -> Assignment:
@@ -99,7 +98,6 @@ def assignment_of(plan: Plan) -> Assignment:
         plan.limits,
         needs=plan.needs,
         limit_bytes=int(plan.budgets.device_bytes),
-        phase="plan",
     )
 
 
@@ -129,7 +127,6 @@ class Auto:
         self.newest: Study | None = None
         self._slow = slow
         self._least = min_offload_bytes
-        self.clock: Clock = HostClock()  # the controller's
         self._given = links or Links()
         again, some = f"recompute+{slow}", f"selective+{slow}"
         # Twice each: the first of a kind meets cold caches, and memory that was never touched.
@@ -186,7 +183,6 @@ class Auto:
             default=action,
             needs=needs_under(study.profile, self.budgets, action) if known else (),
             limit_bytes=int(self.budgets.device_bytes),
-            phase=action,
             record=record,
         )
 
@@ -195,14 +191,14 @@ class Auto:
             self._note(done, counters)
             return
         study = self.studies.get(done.signature)
-        if study is None or not study.profile.learn(done, self.clock):
+        if study is None or not study.profile.learn(done):
             return
         if study.plan is None:
             self._note_lean(study, done, counters)
             study.judged = counters.started_ns
             self._next_phase(study, done.signature)
         else:
-            found = _measured(done, counters, self.clock)
+            found = _measured(done, counters)
             self._judge(study, found, done.signature, lambda: self._rates(counters, Links()))
 
     # -- several ranks ----------------------------------------------------------------------------
@@ -210,7 +206,7 @@ class Auto:
     def _note(self, done: Pass, counters: Counters) -> None:
         """Keep a pass for the next decision."""
         study, own = self.newest, self._own
-        if study is None or not own.profile.learn(done, self.clock):
+        if study is None or not own.profile.learn(done):
             return
         news = self._news = self._news or News(own.profile, self.budgets)
         news.passes += 1
@@ -221,7 +217,7 @@ class Auto:
             self._note_lean(own, done, counters)
             news.lean_seconds = own.lean_seconds
         else:
-            news.measured.append(_measured(done, counters, self.clock))
+            news.measured.append(_measured(done, counters))
             news.links = self._rates(counters, Links())
 
     def _decide(self, group: Agreement) -> None:
@@ -267,9 +263,8 @@ class Auto:
 
     def _note_lean(self, study: Study, done: Pass, counters: Counters) -> None:
         """A pass before there is a plan."""
-        if done.phase.startswith("recompute"):
-            seconds = done.seconds(self.clock, merged(done.waits))
-            study.lean_seconds = min(study.lean_seconds, seconds)
+        if done.all_recomputed:
+            study.lean_seconds = min(study.lean_seconds, done.seconds(merged(done.waits)))
         study.profile.links = self._rates(counters, study.profile.links)
 
     def _next_phase(self, study: Study, signature: str) -> None:
@@ -369,10 +364,10 @@ class Auto:
         return replace(chain, device_bytes=chain.device_bytes - margin)
 
 
-def _measured(done: Pass, counters: Counters, clock: Clock) -> Measured:
+def _measured(done: Pass, counters: Counters) -> Measured:
     return Measured(
         step=counters.started_ns,
-        seconds=done.seconds(clock, []),
+        seconds=done.seconds([]),
         peak_bytes=done.peak_bytes or counters.peak_live_bytes,
         stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
         misses=counters.misses + counters.lates,

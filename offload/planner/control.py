@@ -130,11 +130,6 @@ class Controller:
         hooks.watch = self._saw
         tiers.gate.planned = True
 
-    @property
-    def clock(self) -> Clock:
-        """Of the computation."""
-        return self._clock
-
     def remove(self) -> None:
         """Make model and session what they were."""
         self.applied.remove()
@@ -170,7 +165,8 @@ class Controller:
         started = stamp if self._opened else self._started
         self._put_aside(stamp)
         assigned = self._scheme.assign(signature)
-        current = Pass(signature, started, self._opened * STRIDE, assigned, phase=assigned.phase)
+        first = self._opened * STRIDE
+        current = Pass(signature, self._clock, started, first, assigned)
         self._pass, self._opened = current, self._opened + 1
         # The batch: whoever passes it holds it meanwhile, so that sending it away frees nothing.
         tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment
 from offload.planner.owners import Owners
-from offload.planner.record import Clock, Pass, Visit
+from offload.planner.record import Pass, Visit
 
 __all__ = ["Budgets", "Profile", "SegmentProfile"]
 
@@ -106,7 +106,7 @@ class Profile:
         """The segments' keys, in order."""
         return [s.key for s in self.segments]
 
-    def learn(self, done: Pass, clock: Clock) -> bool:
+    def learn(self, done: Pass) -> bool:
         """Take note of a pass; False if it does not fit what was seen before."""
         if not done.complete:
             return False
@@ -114,7 +114,7 @@ class Profile:
         if [v.key for v in done.visits] != [s.key for s in segments]:
             return False
         self.in_flight = max(self.in_flight, done.in_flight)
-        rows = done.times(clock)
+        rows = done.times()
         if done.start_bytes:
             # The least: what the step before still had on its way out is not of the model.
             self._full_bytes = min(self._full_bytes, done.start_bytes + done.gradient_bytes)
@@ -125,8 +125,8 @@ class Profile:
             known.measured(visit.action, *seconds)
             _note_bytes(known, visit)
         self.segments = segments  # last, as an interrupt must not leave them without times
-        self.turn_seconds = min(self.turn_seconds, done.turn_seconds(clock))
-        if done.phase.startswith("recompute") and done.after:
+        self.turn_seconds = min(self.turn_seconds, done.turn_seconds())
+        if done.all_recomputed and done.after:
             self.after = done.after  # its numbers are those of the same pass's segments
         return True
 

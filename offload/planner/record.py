@@ -87,7 +87,6 @@ class Assignment:
         default: the action of a segment with another key.
         needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
         limit_bytes: the budget of device memory; ``None``: the session's.
-        phase: what this forward is for.
         record: whether to write down bytes as well as times.
         watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
             starts its peak anew, as ``record`` does.
@@ -98,7 +97,6 @@ class Assignment:
     default: str = "keep"
     needs: Sequence[Need] = ()
     limit_bytes: int | None = None
-    phase: str = ""
     record: bool = False
     watch_peak: bool = False
 
@@ -141,6 +139,7 @@ class Pass:
 
     Attributes:
         signature: of the forward's inputs.
+        clock: of its stamps.
         started, ended: stamps.
         first: what blocks of its visits are numbered from, as entries of a plan.
         assignment: what it goes by.
@@ -149,12 +148,12 @@ class Pass:
     """
 
     signature: str
+    clock: Clock
     started: Any
     first: int = 0
     assignment: Assignment = field(default_factory=Assignment)
     in_flight: int = 1
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
-    phase: str = ""
     input_bytes: int = 0
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
@@ -175,9 +174,14 @@ class Pass:
             and all(v.began is not None and v.left is not None for v in self.visits)
         )
 
-    def times(self, clock: Clock) -> list[tuple[float, float, float, float]]:
+    @property
+    def all_recomputed(self) -> bool:
+        """Whether it was to be measured with everything recomputed."""
+        return self.assignment.default.startswith("recompute")
+
+    def times(self) -> list[tuple[float, float, float, float]]:
         """For each visit: seconds before it, of its forward, backward and recomputation."""
-        waits = merged(self.waits)
+        clock, waits = self.clock, merged(self.waits)
         found = []
         last = self.started
         for visit in self.visits:
@@ -194,18 +198,18 @@ class Pass:
             last = visit.left
         return found
 
-    def turn_seconds(self, clock: Clock) -> float:
+    def turn_seconds(self) -> float:
         """From the last forward to the first backward: the head, the loss and their gradient."""
         last = self.visits[-1]
-        seconds = clock.seconds(last.left, last.began, merged(self.waits))
-        return max(0.0, seconds - self._paused(clock))
+        seconds = self.clock.seconds(last.left, last.began, merged(self.waits))
+        return max(0.0, seconds - self._paused())
 
-    def seconds(self, clock: Clock, waits: list[Interval]) -> float:
-        """All of it, without ``waits`` as far as a clock can tell."""
-        return max(0.0, clock.seconds(self.started, self.ended, waits) - self._paused(clock))
+    def seconds(self, waits: list[Interval]) -> float:
+        """All of it, without ``waits`` as far as the clock can tell."""
+        return max(0.0, self.clock.seconds(self.started, self.ended, waits) - self._paused())
 
-    def _paused(self, clock: Clock) -> float:
-        return sum(clock.seconds(start, end, []) for start, end in self.pauses)
+    def _paused(self) -> float:
+        return sum(self.clock.seconds(start, end, []) for start, end in self.pauses)
 
 
 @dataclass
