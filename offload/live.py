@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["LiveBytes", "LiveBytesMeter", "is_parameter_like", "storage_of"]
+__all__ = ["LiveBytes", "LiveBytesMeter", "hooks_below", "is_parameter_like", "storage_of"]
+
+_HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -159,6 +161,17 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def hooks_below() -> _HookPair:
+    """The saved-tensor hooks in force on this thread, for a pair above them to pass everything on
+    to; where there are none, a pair that keeps what it is given.
+
+    It keeps a detached alias: pack's own argument would tie a node's output to the node in a cycle
+    that the garbage collector cannot see.
+    """
+    pair: _HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return pair if pair is not None else (Tensor.detach, lambda tensor: tensor)
+
+
 class LiveBytesMeter:
     """Measures what saved activations really occupy, under any other saved-tensor hooks.
 
@@ -224,7 +237,7 @@ class LiveBytesMeter:
         self._peak_bytes = self.alive_bytes
 
     def __enter__(self) -> LiveBytesMeter:
-        hooks = saved_tensors_hooks(*self._pair(_top_pair()))
+        hooks = saved_tensors_hooks(*self._pair())
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
         hooks.__enter__()
@@ -239,12 +252,8 @@ class LiveBytesMeter:
     ) -> None:
         self._entered.stack.pop().__exit__(exc_type, exc, traceback)
 
-    def _pair(
-        self, chained: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
-    ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        # Keeping pack's own argument instead of a detached alias would tie a node's output to the
-        # node in a cycle that the garbage collector cannot see.
-        below_pack, below_unpack = chained or (Tensor.detach, _same)
+    def _pair(self) -> _HookPair:
+        below_pack, below_unpack = hooks_below()
 
         def pack(tensor: Tensor) -> Any:
             self._count(tensor)
@@ -283,13 +292,3 @@ class LiveBytesMeter:
             self._peak_bytes = alive_bytes
         if self._observer is not None:
             self._observer(alive_bytes)
-
-
-def _top_pair() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    pair: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return pair
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from offload.hooks import Hooks, is_never_moved
-from offload.live import storage_of
+from offload.live import hooks_below, storage_of
 from offload.placement import Placement
 from offload.planner.record import (
     Assignment,
@@ -43,7 +43,6 @@ from offload.tiers.gate import STRIDE
 __all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Scheme(Protocol):
@@ -349,8 +348,7 @@ class Controller:
                 visit.recomputed.append((start, self._clock.stamp()))
 
     def _watching(self, visit: Visit, again: bool) -> saved_tensors_hooks:
-        below = _top_hooks(False)
-        pack_below, unpack_below = below if below is not None else (Tensor.detach, _same)
+        pack_below, unpack_below = hooks_below()
 
         def pack(tensor: Tensor) -> Any:
             storage = storage_of(tensor)
@@ -396,7 +394,3 @@ class Controller:
 def _missing_gradients(module: nn.Module | None) -> int:
     parameters = module.parameters() if module is not None else ()
     return sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.config import Config
-from offload.live import is_parameter_like, storage_of
+from offload.live import hooks_below, is_parameter_like, storage_of
 from offload.placement import Placement, SavedTensor
 from offload.session import Session
 from offload.tuner.timeline import Timeline
@@ -34,7 +34,6 @@ __all__ = [
     "with_releases",
 ]
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_task_id = torch._C._current_graph_task_id
 
 
@@ -117,7 +116,7 @@ class _Recorder:
 
     def hooks(self) -> saved_tensors_hooks:
         """To be entered inside the session's step."""
-        below_pack, below_unpack = _top_hooks(False)
+        below_pack, below_unpack = hooks_below()
 
         def pack(tensor: Tensor) -> Any:
             self._asked.about = False
@@ -232,7 +231,7 @@ def with_releases(record: StepRecord, step: Callable[[], object], config: Config
     watches: list[weakref.ref[torch.UntypedStorage]] = []
 
     def hooks() -> saved_tensors_hooks:
-        below_pack, below_unpack = _top_hooks(False)
+        below_pack, below_unpack = hooks_below()
         known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
         def pack(tensor: Tensor) -> Any:
