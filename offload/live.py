@@ -116,14 +116,8 @@ class LiveBytes:
 
     @property
     def peak_bytes(self) -> int:
-        """The most ``alive_bytes`` has been since construction or the last ``reset_peak``."""
+        """The most that ``alive_bytes`` has been."""
         return self._peak_bytes
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        with self._lock:
-            self._drain()
-            self._peak_bytes = self._alive_bytes
 
     def _watch(self, storage: torch.UntypedStorage, key: int, counted_bytes: int) -> None:
         watch = _Watch(storage, self._dead.append)
@@ -229,12 +223,8 @@ class LiveBytesMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at any pack or unpack since construction or ``reset_peak``."""
+        """The most bytes alive at any pack or unpack."""
         return self._peak_bytes
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        self._peak_bytes = self.alive_bytes
 
     def __enter__(self) -> LiveBytesMeter:
         hooks = saved_tensors_hooks(*self._pair())
