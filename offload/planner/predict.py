@@ -24,7 +24,6 @@ class Prediction:
         forward_stalls: seconds that the forward of each segment waits for room.
         backward_stalls: seconds that the backward of each segment waits for bytes, or for room.
         peak_device_bytes: most of what the chain holds on the device.
-        peak_host_bytes: most of what rests in host memory or passes through.
         offloaded_bytes: that leave the device.
         disk_bytes: written, and read again.
     """
@@ -33,22 +32,8 @@ class Prediction:
     forward_stalls: tuple[float, ...] = ()
     backward_stalls: tuple[float, ...] = ()
     peak_device_bytes: float = 0.0
-    peak_host_bytes: float = 0.0
     offloaded_bytes: float = 0.0
     disk_bytes: float = 0.0
-
-    @property
-    def feasible(self) -> bool:
-        """Whether the plan can be run within the budgets."""
-        return math.isfinite(self.seconds)
-
-    @property
-    def stall_seconds(self) -> float:
-        """All that is waited for."""
-        return sum(self.forward_stalls) + sum(self.backward_stalls)
-
-
-NOT_FEASIBLE = Prediction(math.inf)
 
 
 class Walk:
@@ -58,15 +43,12 @@ class Walk:
         self.chain = chain
         self.options = chain.options(choice)
         self.resident = [0.0]  # K
-        self.resting = [0.0]  # G
-        self.off_before = [0.0]
+        resting = [0.0]  # G
         for i, o in enumerate(self.options):
             self.resident.append(self.resident[-1] + o.resident_bytes + self._held_over(i))
-            self.resting.append(self.resting[-1] + o.host_bytes)
-            self.off_before.append(self.off_before[-1] + o.offload_bytes)
+            resting.append(resting[-1] + o.host_bytes)
         others = chain.in_flight - 1
         self.resident = [others * self.resident[-1] + n for n in self.resident]
-        self.resting = [others * self.resting[-1] + n for n in self.resting]
         budget, segments = chain.device_bytes, chain.segments
         self.forward_rooms = [
             budget - self.resident[i] - o.present_bytes - s.forward_bytes
@@ -77,7 +59,7 @@ class Walk:
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.host_rooms = [
-            chain.host_bytes - self.resting[i + 1] - o.disk_bytes
+            chain.host_bytes - others * resting[-1] - resting[i + 1] - o.disk_bytes
             for i, o in enumerate(self.options)
         ]
 
@@ -118,8 +100,8 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
     """
     walk = Walk(chain, choice)
     if not walk.feasible:
-        return NOT_FEASIBLE
-    forward, queue, peak_forward, peak_host = _forward(walk)
+        return Prediction(math.inf)
+    forward, queue, peak_forward = _forward(walk)
     backward = _backward(walk)
     leftover = _leftover(walk, queue, backward)
     stalls = tuple(b + r for b, r in zip(backward, leftover, strict=True))
@@ -132,15 +114,14 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
         peak_device_bytes=min(
             max(peak_forward, _peak_of_backward(walk, queue)), chain.device_bytes
         ),
-        peak_host_bytes=peak_host,
-        offloaded_bytes=walk.off_before[-1],
+        offloaded_bytes=sum(o.offload_bytes for o in walk.options),
         disk_bytes=sum(o.disk_bytes for o in walk.options),
     )
 
 
-def _forward(walk: Walk) -> tuple[list[float], float, float, float]:
-    """Stalls, what waits in the end, and the peaks of device and host memory."""
-    chain, queue, writes, peak, host = walk.chain, 0.0, 0.0, 0.0, 0.0
+def _forward(walk: Walk) -> tuple[list[float], float, float]:
+    """Stalls, what waits in the end, and the peak of device memory."""
+    chain, queue, writes, peak = walk.chain, 0.0, 0.0, 0.0
     stalls = []
     for i, (s, o) in enumerate(zip(chain.segments, walk.options, strict=True)):
         room = min(walk.forward_rooms[i], chain.window_bytes)
@@ -149,14 +130,13 @@ def _forward(walk: Walk) -> tuple[list[float], float, float, float]:
         )
         queue = max(0.0, queue - chain.out_rate * stall)
         writes = max(0.0, writes - chain.write_rate * stall)
-        host = max(host, writes + walk.resting[i + 1] + o.disk_bytes)
         seconds = s.forward_seconds + o.forward_seconds
         before, queue = queue, _after(queue, o, chain.out_rate * seconds)
         there = walk.resident[i] + max(0.0, o.present_bytes - o.offload_bytes)
         peak = max(peak, there + max(before, queue) + o.burst_bytes + s.forward_bytes)
         writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
         stalls.append(stall)
-    return stalls, queue, peak, host
+    return stalls, queue, peak
 
 
 def _after(queue: float, option: Option, passed: float) -> float:

@@ -98,7 +98,6 @@ class Profile:
         self.after: dict[int, int] = {}
         self.turn_seconds = math.inf
         self.links = Links()
-        self.plain_peak_bytes = 0
         self.in_flight = 1  # forwards that wait for their backward at one time
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,7 +63,6 @@ class StorageIds:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._dead: deque[int] = deque()
         self._count = 0
 
     def of(self, storage: torch.UntypedStorage) -> int:
