@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from offload.errors import PlanError
@@ -316,5 +315,4 @@ def _with_notes(plan: Plan) -> Plan:
             f"offloading cannot lower this model's peak: {plan.floor_segment} needs as much by "
             "itself. Divide it into smaller segments, or lower the batch"
         )
-    changed: Mapping[str, Any] = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    return Plan(**{**changed, "notes": tuple(notes)})
+    return replace(plan, notes=tuple(notes))

@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,13 @@ class MachineProfile:
             return 8 * threads + abs(math.log2(rates.io_block_bytes / io_block_bytes))
 
         near = min(self.disk_rates, key=distance)
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values.update(
+        return replace(
+            self,
             disk_write_bytes_per_s=near.write_bytes_per_s,
             disk_read_bytes_per_s=near.read_bytes_per_s,
             disk_duplex_write_bytes_per_s=near.duplex_write_bytes_per_s,
             disk_duplex_read_bytes_per_s=near.duplex_read_bytes_per_s,
         )
-        return MachineProfile(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -7,7 +7,7 @@ computation did not run for our sake: its waits, and the copies that its own thr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.trace import (
     MOMENTS,
@@ -119,7 +119,7 @@ def _in_rows(slices: list[Slice]) -> Iterator[Slice]:
         if row == len(free_at_ns):
             free_at_ns.append(0)
         free_at_ns[row] = s.end_ns
-        yield Slice(s.name, s.start_ns, s.end_ns, row, s.nbytes, s.about)
+        yield replace(s, row=row)
 
 
 def _compute(moments: list[Event], away: list[Interval], end_ns: int) -> Iterator[Slice]:
