@@ -6,7 +6,7 @@ computation did not run for our sake: its waits, and the copies that its own thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from offload.trace import (
@@ -78,27 +78,6 @@ class Timeline:
             tracks[lane] = tuple(_in_rows([_slice(e) for e in busy if e.name == lane]))
         modules = [_slice(e) for e in ordered if e.name == "module"]
         return cls(tracks, tuple(_in_rows(modules)), tuple(samples), start_ns, end_ns)
-
-    def between(self, start_ns: int, end_ns: int) -> Timeline:
-        """What lies at least partly within a stretch of time, cut off at its ends."""
-
-        def cut(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-            return tuple(
-                Slice(
-                    s.name, max(s.start_ns, start_ns), min(s.end_ns, end_ns), s.row, s.nbytes,
-                    s.about,
-                )
-                for s in slices
-                if s.end_ns > start_ns and s.start_ns < end_ns
-            )  # fmt: skip
-
-        tracks = {name: cut(slices) for name, slices in self.tracks.items()}
-        samples = tuple(s for s in self.samples if start_ns <= s.time_ns <= end_ns)
-        return Timeline(tracks, cut(self.modules), samples, start_ns, end_ns)
-
-    def rows(self, track: str) -> int:
-        """Into how many rows a track is split so that no two slices overlap."""
-        return 1 + max((s.row for s in self.tracks[track]), default=0)
 
     @property
     def seconds(self) -> float:
