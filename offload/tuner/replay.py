@@ -18,12 +18,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from offload.probe import MachineProfile
-from offload.tuner.record import Beyond, StepRecord, Touch
+from offload.tuner.record import Beyond, StepRecord, Touch, live_bytes
 from offload.tuner.setting import Setting
 
-__all__ = ["Prediction", "Replay", "plain_prediction", "scaled"]
+__all__ = ["Prediction", "Replay", "plain_peak_bytes", "scaled"]
 
 
 @dataclass(frozen=True)
@@ -256,40 +257,16 @@ class Replay(ABC):
         """Nobody wants it any more."""
 
 
-class _Keeping(Replay):
-    """Of a step without a session."""
-
-    def saved(self, touch: Touch) -> None:
-        raise AssertionError("nothing leaves")
-
-    def send_out(self, block: int) -> bool:
-        raise AssertionError("nothing leaves")
-
-    def is_away(self, block: int) -> bool:
-        raise AssertionError("nothing left")
-
-    def prefetch(self, block: int) -> bool:
-        raise AssertionError("nothing left")
-
-    def demand(self, touch: Touch) -> None:
-        raise AssertionError("nothing left")
-
-    def take(self, block: int) -> None:
-        raise AssertionError("nothing left")
-
-    def died(self, block: int) -> None:
-        self.live_bytes -= self.record.blocks[block].nbytes
-
-
-def plain_prediction(record: StepRecord) -> Prediction:
-    """The step as it was recorded: nothing moves.
+def plain_peak_bytes(record: StepRecord) -> int:
+    """The most bytes alive in the step as it was recorded, where nothing moves.
 
     Example:
         >>> from offload.tuner.record import BlockRecord
         >>> save, use = Touch(10, 10, 0, 0, False), Touch(20, 20, 0, 0, True)
-        >>> plain = plain_prediction(StepRecord((BlockRecord(64, True, False),), (save, use), 30))
-        >>> plain.peak_live_bytes, plain.moved_bytes
-        (64, 0)
+        >>> plain_peak_bytes(StepRecord((BlockRecord(64, True, False),), (save, use), 30))
+        64
     """
-    everything = 1 << 62
-    return _Keeping(record, Setting(everything, 1, 0, 0, 1, 1), MachineProfile()).run()
+    alive = live_bytes(record.blocks, record.touches)
+    beyond = record.beyond or repeat(Beyond(0, 0))
+    pairs = (zip(*both, strict=True) for both in zip(alive, beyond, strict=False))
+    return max(saved_bytes + beyond_bytes for pair in pairs for saved_bytes, beyond_bytes in pair)

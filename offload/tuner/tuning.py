@@ -17,7 +17,7 @@ from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
 from offload.tuner.decide import Decision, decide, pareto
 from offload.tuner.record import StepRecord
-from offload.tuner.replay import Prediction, plain_prediction, scaled
+from offload.tuner.replay import Prediction, plain_peak_bytes, scaled
 from offload.tuner.replay_disk import DiskReplay
 from offload.tuner.replay_link import LinkReplay
 from offload.tuner.search import Calibration, Candidate, Limits, Trial, calibrated, search
@@ -218,7 +218,7 @@ def tune(
     if settings is None:
         settings = grid(record, config, profile)
     candidates = _candidates(record, settings, profile, config)
-    beyond_bytes = plain.peak_live_bytes - plain_prediction(record).peak_live_bytes
+    beyond_bytes = plain.peak_live_bytes - plain_peak_bytes(record)
     base = Calibration(plain.best_seconds, live_bytes=beyond_bytes)
     advance("recomputing")
     recomputed = runner.recomputed()

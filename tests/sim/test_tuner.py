@@ -16,7 +16,7 @@ import offload
 from offload.probe import MachineProfile
 from offload.tuner import Choice, Setting, predict
 from offload.tuner.record import StepRecord, record_step
-from offload.tuner.replay import plain_prediction
+from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.timeline import DeviceTimeline
 from offload.tuner.trial import Runner
 from offload.workloads import preset
@@ -95,7 +95,7 @@ def test_predicted_time_is_what_a_step_takes(
     runner = rig.runner()
     plain = runner.plain()
     assert plain.best_seconds == pytest.approx(record.end_ns / 1e9, rel=0.01)
-    assert plain.peak_live_bytes == plain_prediction(record).peak_live_bytes
+    assert plain.peak_live_bytes == plain_peak_bytes(record)
     for setting in settings_of(record):
         predicted = predict(record, setting, rig.profile, rig.config)
         measured = runner.offloaded(setting)

@@ -17,7 +17,7 @@ from offload.live import LiveBytesMeter
 from offload.probe import DiskRates, MachineProfile
 from offload.tuner import Choice, Setting, predict
 from offload.tuner.record import record_step, with_releases
-from offload.tuner.replay import plain_prediction
+from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.setting import grid
 from offload.tuner.timeline import HostTimeline
 from offload.tuner.trial import Runner, recomputing, repeated_blocks
@@ -71,7 +71,7 @@ def test_the_replay_of_a_record_holds_what_a_meter_sees(config: offload.Config) 
     record = record_step(target.step, config, HostTimeline())
     with LiveBytesMeter(exclude=[*target.model.parameters(), *target.model.buffers()]) as meter:
         target.step()
-    assert plain_prediction(record).peak_live_bytes == meter.peak_bytes
+    assert plain_peak_bytes(record) == meter.peak_bytes
 
 
 @pytest.mark.parametrize(
