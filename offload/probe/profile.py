@@ -15,7 +15,6 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,15 +186,3 @@ def save_profile(config: Config, profile: MachineProfile) -> Path | None:
     except OSError:
         return None
     return path
-
-
-Measure = Callable[[Config], Survey]
-
-
-def machine_profile_by(measure: Measure, config: Config, *, refresh: bool) -> MachineProfile:
-    """The remembered profile, or with ``refresh`` or without one what ``measure`` finds."""
-    profile = None if refresh else load_profile(config)
-    if profile is None:
-        profile = MachineProfile.of(measure(config))
-        save_profile(config, profile)
-    return profile.at(config.io_threads, config.io_block_bytes)

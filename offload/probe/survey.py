@@ -1,4 +1,4 @@
-"""survey: look at a machine, measure what a session would use of it."""
+"""survey: look at a machine, measure what a session would use of it; and its rates alone, once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from offload.probe.link import (
     measure_flops,
     measure_link,
 )
+from offload.probe.profile import MachineProfile, load_profile, save_profile
 from offload.probe.verdicts import Survey
 
-__all__ = ["cells", "passes", "survey"]
+__all__ = ["cells", "machine_profile", "passes", "survey"]
 
 _MIB = 1 << 20
 _QUICK = (Cell(4, 8 * _MIB), Cell(2, 1 * _MIB))
@@ -106,3 +107,31 @@ def _link(config: Config, *, quick: bool) -> LinkRates | None:
     if config.device.type == "cpu":
         return None
     return measure_link(indexed(config.device), config.disk_dir, copies=8 if quick else 32)
+
+
+def machine_profile(
+    config: Config, *, refresh: bool = False, measure: Callable[[Config], Survey] = survey
+) -> MachineProfile:
+    """The rates of this machine, of a directory and of a device; measured once, in a few seconds.
+
+    They are remembered below ``$XDG_CACHE_HOME`` for each file system and device.
+
+    Args:
+        config: whose ``disk_dir``, ``device`` and I/O setting count.
+        refresh: measure again.
+        measure: finds the rates that are not remembered.
+
+    Raises:
+        OSError: the directory refused to be measured.
+
+    Example:
+        >>> config = Config(disk_dir="/nvme/scratch", device="cpu")  # doctest: +SKIP
+        >>> profile = machine_profile(config)  # doctest: +SKIP
+        >>> profile.disk_write_bytes_per_s > 0, profile.link_out_bytes_per_s  # doctest: +SKIP
+        (True, None)
+    """
+    profile = None if refresh else load_profile(config)
+    if profile is None:
+        profile = MachineProfile.of(measure(config))
+        save_profile(config, profile)
+    return profile.at(config.io_threads, config.io_block_bytes)

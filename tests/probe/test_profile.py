@@ -13,7 +13,6 @@ from offload.probe.profile import (
     MAX_AGE_SECONDS,
     cache_path,
     load_profile,
-    machine_profile_by,
     save_profile,
 )
 from offload.probe.verdicts import Survey
@@ -48,10 +47,10 @@ def test_rates_come_from_the_survey() -> None:
 
 def test_it_is_measured_once(config: Config) -> None:
     measure = Counting()
-    first = machine_profile_by(measure, config, refresh=False)
-    assert machine_profile_by(measure, config, refresh=False) == first
+    first = machine_profile(config, measure=measure)
+    assert machine_profile(config, measure=measure) == first
     assert measure.count == 1
-    machine_profile_by(measure, config, refresh=True)
+    machine_profile(config, refresh=True, measure=measure)
     assert measure.count == 2
 
 
@@ -101,7 +100,7 @@ def test_what_cannot_be_trusted_is_measured_again_and_replaced(
     _change(path, **changes)
     assert load_profile(config) is None
     measure = Counting()
-    machine_profile_by(measure, config, refresh=False)
+    machine_profile(config, measure=measure)
     assert measure.count == 1 and load_profile(config) is not None
 
 
@@ -124,8 +123,8 @@ def test_without_a_place_for_the_cache_it_works_all_the_same(
     (cache / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     measure = Counting()
-    machine_profile_by(measure, config, refresh=False)
-    machine_profile_by(measure, config, refresh=False)
+    machine_profile(config, measure=measure)
+    machine_profile(config, measure=measure)
     assert measure.count == 2
 
 
@@ -136,17 +135,10 @@ def test_nothing_but_the_profile_is_left(config: Config, cache: Path) -> None:
 
 
 def test_really_measured(tmp_path: Path) -> None:
-    profile = machine_profile(tmp_path, "cpu")
+    config = Config(device="cpu", disk_dir=tmp_path)
+    profile = machine_profile(config)
     assert profile.disk_write_bytes_per_s and profile.disk_duplex_read_bytes_per_s
     assert profile.copy_bytes_per_s and profile.flops_per_s
     assert profile.link_out_bytes_per_s is None
     assert list(tmp_path.iterdir()) == []
-    config = Config(device="cpu", disk_dir=tmp_path)
-    assert machine_profile(config) == profile == machine_profile(config, "cpu")
-
-
-def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        machine_profile(tmp_path / "none")
-    with pytest.raises(ValueError, match="torch does not know"):
-        machine_profile(tmp_path, "warp")
+    assert machine_profile(config) == profile
