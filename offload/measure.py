@@ -118,7 +118,7 @@ def _status_bytes(key: str) -> int:
 
 
 def activation_meter(
-    model: nn.Module,
+    model: nn.Module | None,
     session: Session | None = None,
     inputs: Iterable[Tensor] = (),
     observer: Callable[[int], object] | None = None,
@@ -126,11 +126,12 @@ def activation_meter(
     """A meter of the activations of ``model``, to be entered inside ``session.step()``.
 
     Args:
-        model: its parameters and buffers do not count.
+        model: its parameters and buffers do not count; ``None``: it is not known.
         session: the session in use, whose staging memory counts as activations.
         inputs: what the caller holds anyway, a batch for instance; does not count either.
         observer: called with the bytes alive wherever they may just have changed.
     """
+    model = model if model is not None else nn.Module()
     excluded = [*model.parameters(), *model.buffers(), *inputs]
     staged = None if session is None else partial(getattr, session, "held_bytes")
     return LiveBytesMeter(exclude=excluded, extra_bytes=staged, observer=observer)

@@ -198,8 +198,7 @@ def _metered(runner: _Runner, model: nn.Module | None) -> tuple[MemoryCurve, Mem
 def _plain_curve(runner: _Runner, model: nn.Module | None) -> MemoryCurve:
     points: list[tuple[int, int]] = []
     meter = activation_meter(
-        model if model is not None else nn.Module(),
-        observer=lambda alive_bytes: points.append((now_ns(), alive_bytes)),
+        model, observer=lambda alive_bytes: points.append((now_ns(), alive_bytes))
     )
     return MemoryCurve.of(points, *runner.plain(meter))
 
@@ -208,7 +207,7 @@ def _offloaded_curve(runner: _Runner, model: nn.Module | None) -> tuple[MemoryCu
     session = runner.session
     points: list[tuple[int, int]] = []
     meter = activation_meter(
-        model if model is not None else nn.Module(),
+        model,
         session if session.config.device.type == "cpu" else None,  # whose host memory counts
         observer=lambda alive_bytes: points.append((now_ns(), alive_bytes)),
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.config import Config
 from offload.live import LiveBytesMeter
+from offload.measure import activation_meter
 from offload.report import StepReport
 from offload.session import Session
 from offload.step import Step
@@ -79,14 +80,12 @@ class Runner:
         self._config = config
         self._timeline = timeline
         self._repeats = repeats
-        self._excluded: list[Tensor] = []
-        if model is not None:
-            self._excluded = [*model.parameters(), *model.buffers()]
 
     def plain(self) -> Measured:
         """Plain steps only; the first two are not timed, the second is metered."""
         self.step()
-        measured = Measured(peak_live_bytes=self._peak_bytes(nullcontext))
+        peak_bytes = self._peak_bytes(nullcontext, activation_meter(self.model))
+        measured = Measured(peak_live_bytes=peak_bytes)
         for _ in range(self._repeats):
             measured.seconds.append(self._timed(nullcontext)[0])
         measured.plain_seconds = measured.seconds
@@ -104,7 +103,8 @@ class Runner:
         order of backward, is metered and not timed.
         """
         with Session(attrs.evolve(self._config, **setting.options())) as session:
-            measured = Measured(peak_live_bytes=self._peak_bytes(session.step, session))
+            meter = activation_meter(self.model, session)
+            measured = Measured(peak_live_bytes=self._peak_bytes(session.step, meter))
             self._alternate(measured, session.step)
         return measured
 
@@ -116,10 +116,9 @@ class Runner:
         blocks = repeated_blocks(self.model) if self.model is not None else []
         if not blocks:
             return None
-        measured = Measured()
-        meter = self._meter(None)
+        meter = activation_meter(self.model)
         context = partial(recomputing, blocks, meter)
-        measured.peak_live_bytes = self._peak_bytes(context, meter=meter)
+        measured = Measured(peak_live_bytes=self._peak_bytes(context, meter))
         self._alternate(measured, partial(recomputing, blocks, None))
         return measured
 
@@ -136,20 +135,10 @@ class Runner:
             self.step()
         return self._timeline.end_ns() / 1e9, entered
 
-    def _peak_bytes(
-        self,
-        context: Context,
-        session: Session | None = None,
-        meter: LiveBytesMeter | None = None,
-    ) -> int:
+    def _peak_bytes(self, context: Context, meter: LiveBytesMeter) -> int:
         if self._config.device.type != "cpu":
             return self._peak_on_device(context)
-        with ExitStack() as stack:
-            stack.enter_context(context())
-            if meter is None:
-                meter = stack.enter_context(self._meter(session))
-            else:
-                stack.enter_context(meter)
+        with context(), meter:
             self.step()
         return meter.peak_bytes
 
@@ -161,10 +150,6 @@ class Runner:
             self.step()
         torch.accelerator.synchronize()
         return torch.accelerator.max_memory_allocated() - base_bytes
-
-    def _meter(self, session: Session | None) -> LiveBytesMeter:
-        staged = None if session is None else partial(getattr, session, "held_bytes")
-        return LiveBytesMeter(exclude=self._excluded, extra_bytes=staged)
 
 
 # -- recomputation ---------------------------------------------------------------------------------
