@@ -225,6 +225,21 @@ class Config:
         return cls(**options)
 
     @classmethod
+    def given(cls, config: "Config | None", options: Mapping[str, Any]) -> "Config":
+        """What a caller gave who may give a config, or else its options by name.
+
+        Raises:
+            TypeError, ValueError: both, or as ``of``.
+        """
+        if config is None:
+            return cls.of(options)
+        if options:
+            raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
+        if not isinstance(config, Config):
+            raise TypeError(f"config is {config!r}; give a Config, or options by name")
+        return config
+
+    @classmethod
     def from_file(cls, path: "str | os.PathLike[str]", **options: Any) -> "Config":
         r"""The options in the table ``[session]`` of a TOML file, which ``offload tune`` writes.
 

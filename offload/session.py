@@ -61,13 +61,9 @@ class Session:
         _lane: Callable[[Engine], Lane] | None = None,
         **options: Any,
     ) -> None:
-        if config is not None and options:
-            raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
-        if config is not None and not isinstance(config, Config):
-            raise TypeError(f"config is {config!r}; give a Config, or options by name")
         if not callable(policy):
             raise TypeError(f"policy is {policy!r}; give a function from SavedTensor to Placement")
-        self.config = config if config is not None else Config.of(options)
+        self.config = Config.given(config, options)
         self._warned = False
         self._finished: StepReport = StepReport.of([])
         self._counters: Counters | None = None  # of the newest step

@@ -81,7 +81,7 @@ def profile(
     tell("looking at what is saved")
     largest_bytes = _largest_saved(step, model)
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(Config(**options), policy=policy))
+        session = stack.enter_context(Session(policy=policy, **options))
         if model is not None:
             stack.enter_context(session.watch(model))  # its hooks run in plain steps as well
         runner = _Runner(step, session)

@@ -202,7 +202,7 @@ def tune(
     """
     limits = _limits(max_live_bytes, max_overhead)
     _check_numbers(budget_seconds, max_trials, repeats)
-    config = _config(config, options)
+    config = Config.given(config, options)
     timeline = _timeline if _timeline is not None else timeline_for(config.device)
     runner = Runner(step, model, config, timeline, repeats)
     advance("plain steps")
@@ -256,12 +256,6 @@ def _check_numbers(budget_seconds: float, max_trials: int, repeats: int) -> None
     for name, number in (("max_trials", max_trials), ("repeats", repeats)):
         if number < 1:
             raise ValueError(f"{name} is {number}; give at least 1")
-
-
-def _config(config: Config | None, options: dict[str, Any]) -> Config:
-    if config is not None and options:
-        raise TypeError(f"give either a Config or options, not both ({', '.join(options)})")
-    return config if config is not None else Config(**options)
 
 
 def _check(record: StepRecord, device: torch.device) -> None:
