@@ -23,7 +23,6 @@ from offload.planner.predict import predict
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution, lower_bound, solve
 from offload.session import Session
-from offload.units import parse_bytes
 
 __all__ = ["NO_LIMIT", "Measurement", "measure_model", "plan", "plan_from"]
 
@@ -226,10 +225,8 @@ def measure_model(
     """
     if isinstance(options.get("config"), Config):
         raise TypeError("give the options of the session by name, not as a Config")
-    budget = None if device_budget is None else Config(device_budget=device_budget).device_budget
-    if budget is None and device_budget is not None:
-        budget = parse_bytes(device_budget, "device_budget")
-    with undisturbed(model), Session(device_budget=budget, **options) as session:
+    with undisturbed(model), Session(device_budget=device_budget, **options) as session:
+        budget = session.config.device_budget
         limit = budget if budget is not None else NO_LIMIT
         planned = session.apply(model, "auto", segments=segments, device_budget=limit)
         with planned:
