@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.drawing import draw
 from offload.profiler.result import conditions
-from offload.report.table import days_told, operator_told
-from offload.units import format_bytes, format_rate, format_seconds
+from offload.report.table import days_told, lane_rows, wait_row
+from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from offload.profiler.result import Profile
@@ -116,19 +116,8 @@ def _legend(profile: Profile) -> str:
 
 
 def _lanes(profile: Profile) -> str:
-    rows = [
-        (
-            name,
-            format_bytes(t.nbytes),
-            f"{t.operations:,}",
-            format_seconds(t.seconds),
-            format_rate(t.bytes_per_s or 0.0),
-            f"{t.peak_depth}",
-        )
-        for name, t in profile.report.lanes.items()
-        if t.operations
-    ]
-    return _table(("lane", "bytes", "transfers", "busy", "rate", "deepest queue"), rows, text={0})
+    headings = ("lane", "bytes", "transfers", "busy", "rate", "deepest queue")
+    return _table(headings, lane_rows(profile.report), text={0})
 
 
 def _waits(profile: Profile) -> str:
@@ -140,16 +129,8 @@ def _waits(profile: Profile) -> str:
     for w in report.waits[:_MOST_WAITS]:
         width = max(1, round(120 * w.seconds / longest))
         bar = f'<span class="bar" style="width:{width}px"></span>'
-        rows.append(
-            (
-                "bytes" if w.kind == "stall" else "room",
-                w.module,
-                operator_told(w.operator),
-                w.tensor,
-                f"{w.count:,}",
-                _Html(bar + escape(format_seconds(w.seconds))),
-            )
-        )
+        *cells, seconds = wait_row(w)
+        rows.append((*cells, _Html(bar + escape(seconds))))
     table = _table(
         ("for", "of module", "asked for by", "tensor", "times", "in all steps"), rows,
         text={0, 1, 2, 3},

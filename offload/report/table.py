@@ -88,28 +88,31 @@ def days_told(days: float) -> str:
     return f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.0f} years"
 
 
-def operator_told(operator: str) -> str:
-    """The operator of backward as people know it: autograd's names all end alike."""
-    return operator.removesuffix("Backward0")
-
-
 def lanes(report: StepReport) -> FigureTable:
     """What went over each lane."""
     table = FigureTable(title="lanes")
     table.add_column("", style="bold")
     for heading in ("bytes", "transfers", "busy", "rate", "deepest queue"):
         table.add_column(heading, justify="right")
-    for name, traffic in report.lanes.items():
-        if traffic.operations:
-            table.add_row(
-                name,
-                format_bytes(traffic.nbytes),
-                f"{traffic.operations:,}",
-                format_seconds(traffic.seconds),
-                format_rate(traffic.bytes_per_s or 0.0),
-                str(traffic.peak_depth),
-            )
+    for row in lane_rows(report):
+        table.add_row(*row)
     return table
+
+
+def lane_rows(report: StepReport) -> list[tuple[str, ...]]:
+    """Of the lanes that were used: name, bytes, transfers, busy, rate and deepest queue."""
+    return [
+        (
+            name,
+            format_bytes(traffic.nbytes),
+            f"{traffic.operations:,}",
+            format_seconds(traffic.seconds),
+            format_rate(traffic.bytes_per_s or 0.0),
+            str(traffic.peak_depth),
+        )
+        for name, traffic in report.lanes.items()
+        if traffic.operations
+    ]
 
 
 def waits(report: StepReport) -> FigureTable:
@@ -120,7 +123,8 @@ def waits(report: StepReport) -> FigureTable:
     table.add_column("times", justify="right")
     table.add_column("in all", justify="right")
     for wait in report.waits[:_MOST_WAITS]:
-        table.add_row(*_wait_row(wait))
+        kind, module, operator, tensor, count, seconds = wait_row(wait)
+        table.add_row(kind, module, operator, tensor.replace(" ", "\u00a0"), count, seconds)
     others = report.waits[_MOST_WAITS:]
     if others:
         seconds = format_seconds(sum(w.seconds for w in others))
@@ -130,8 +134,9 @@ def waits(report: StepReport) -> FigureTable:
     return table
 
 
-def _wait_row(wait: Wait) -> tuple[str, ...]:
+def wait_row(wait: Wait) -> tuple[str, str, str, str, str, str]:
+    """For what, of which module, asked for by which operator, the tensor, how often, how long."""
     kind = "bytes" if wait.kind == "stall" else "room"
+    operator = wait.operator.removesuffix("Backward0")  # autograd's names all end alike
     seconds = format_seconds(wait.seconds)
-    tensor = wait.tensor.replace(" ", "\u00a0")
-    return kind, wait.module, operator_told(wait.operator), tensor, f"{wait.count:,}", seconds
+    return kind, wait.module, operator, wait.tensor, f"{wait.count:,}", seconds
