@@ -95,7 +95,7 @@ def available_memory_bytes(root: str = "/") -> int:
 
 def _control_groups(root: str) -> Iterator[_Group]:
     """The groups of this process, from its own to the topmost, that have a limit."""
-    for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines():
+    for line in text_in(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
             top, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
@@ -112,13 +112,13 @@ def _control_groups(root: str) -> Iterator[_Group]:
 
 
 def _control_group(directory: str, limit: str, usage: str, inactive: str) -> _Group | None:
-    limit_text = _text(os.path.join(directory, limit)).strip()
+    limit_text = text_in(os.path.join(directory, limit))
     # "max", or none of this name; version 1 says "no limit" by a huge number.
     if not limit_text.isdigit() or int(limit_text) >= 1 << 60:
         return None
-    used_text = _text(os.path.join(directory, usage)).strip()
+    used_text = text_in(os.path.join(directory, usage))
     used_bytes = int(used_text) if used_text.isdigit() else 0
-    for line in _text(os.path.join(directory, "memory.stat")).splitlines():
+    for line in text_in(os.path.join(directory, "memory.stat")).splitlines():
         name, _, count = line.partition(" ")
         if name == inactive:
             used_bytes -= int(count)
@@ -139,8 +139,8 @@ def cpus_near_pci_device(address: str, root: str = "/") -> set[int]:
     if sum(re.fullmatch(r"node\d+", name) is not None for name in names) < 2:
         return set()
     device = os.path.join(root, "sys/bus/pci/devices", address.lower())
-    node = _text(os.path.join(device, "numa_node")).strip()  # -1: not known
-    return numbers_in(_text(os.path.join(nodes, f"node{node}/cpulist")))
+    node = text_in(os.path.join(device, "numa_node"))  # -1: not known
+    return numbers_in(text_in(os.path.join(nodes, f"node{node}/cpulist")))
 
 
 def numbers_in(text: str) -> set[int]:
@@ -151,16 +151,17 @@ def numbers_in(text: str) -> set[int]:
         {0, 1, 2, 8}
     """
     found: set[int] = set()
-    for part in text.strip().split(","):
+    for part in text.split(","):
         first, _, last = part.partition("-")
         if first:
             found.update(range(int(first), int(last or first) + 1))
     return found
 
 
-def _text(path: str) -> str:
+def text_in(path: str | os.PathLike[str]) -> str:
+    """What a file of the kernel's says, without its last line break; nothing if there is none."""
     try:
         with open(path, errors="surrogateescape") as f:  # names of groups may be any bytes
-            return f.read()
+            return f.read().rstrip("\n")
     except OSError:
         return ""

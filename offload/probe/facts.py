@@ -17,11 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from offload.machine import filesystem_of, memory_limit_bytes, numbers_in
+from offload.machine import filesystem_of, memory_limit_bytes, numbers_in, text_in
 
 __all__ = ["DirectoryFacts", "HostFacts", "directory_facts", "host_facts"]
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,9 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
     """What the files below ``root`` say about the machine."""
     memory = psutil.virtual_memory()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    mode = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    free = _text(root / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-    name = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    mode = re.search(r"\[(\w+)\]", text_in(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    free = text_in(root / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+    name = re.search(r"^model name\s*:\s*(.+)$", text_in(root / "proc/cpuinfo"), re.MULTILINE)
     return HostFacts(
         cpu=name[1].strip() if name else "unknown",
         cpus=len(os.sched_getaffinity(0)),
@@ -68,15 +66,8 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
         huge_pages=mode[1] if mode else None,
         hugetlb_free=int(free or 0),
-        numa_nodes=len(numbers_in(_text(root / "sys/devices/system/node/has_memory"))) or 1,
+        numa_nodes=len(numbers_in(text_in(root / "sys/devices/system/node/has_memory"))) or 1,
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,7 @@ def _direct_alignment(descriptor: int) -> tuple[int, int] | None:
 def _rotational(device: int, root: Path) -> bool | None:
     here = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     for queue in (here / "queue", here.resolve().parent / "queue"):  # a partition has its disk's
-        text = _text(queue / "rotational")
+        text = text_in(queue / "rotational")
         if text:
             return text == "1"
     return None
