@@ -24,6 +24,7 @@ _MIB = 1 << 20
 _SLOTS = 4
 _SLOT_BYTES = 8 * _MIB  # 4 of them are a session's default window
 MIN_FILE_BYTES = 64 * _MIB
+_COPY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _rates(file: _File, cell: Cell, seconds: float, rounds: int) -> DiskRates:
     return DiskRates(cell.io_threads, cell.io_block_bytes, *medians)
 
 
-def measure_copy(directory: str, engine: EngineName = None, seconds: float = 0.2) -> float:
+def measure_copy(directory: str, engine: EngineName = None) -> float:
     """Bytes per second at which the engine copies a storage into a slot."""
     opened = open_engine(Config(device="cpu", disk_dir=directory, engine=engine))
     try:
@@ -157,7 +158,7 @@ def measure_copy(directory: str, engine: EngineName = None, seconds: float = 0.2
         assert slot is not None
         opened.copy(slot, storage, checksum=False)  # faults the pages in
         times: list[float] = []
-        ends = time.perf_counter() + seconds
+        ends = time.perf_counter() + _COPY_SECONDS
         while not times or time.perf_counter() < ends:
             started = time.perf_counter()
             opened.copy(slot, storage, checksum=False)

@@ -31,6 +31,8 @@ __all__ = [
 _MIB = 1 << 20
 _SMALL_BYTES = 64 << 10
 _LONG_PRODUCT_SECONDS = 200e-6
+_PRODUCTS = 10  # that are timed together on an accelerator
+_FLOPS_SECONDS = 0.2  # of products on the CPU
 
 
 class Nvml(Protocol):
@@ -199,7 +201,6 @@ def measure_link(
     *,
     copy_bytes: int = 32 * _MIB,
     copies: int = 16,
-    engine: Engine | None = None,
 ) -> LinkRates:
     """The rates of the link to ``device``.
 
@@ -208,11 +209,10 @@ def measure_link(
         directory: where the engine, which gives the host memory, puts its scratch file.
         copy_bytes: size of one copy.
         copies: how many in each direction.
-        engine: instead of the one that a session would take.
     """
-    opened = engine if engine is not None else open_engine(Config(device="cpu", disk_dir=directory))
+    engine = open_engine(Config(device="cpu", disk_dir=directory))
     pinner = pinner_for(device.type)
-    ends = _Ends(opened, device, copy_bytes)
+    ends = _Ends(engine, device, copy_bytes)
     pinned = []
     try:
         for host in ends.hosts:
@@ -231,8 +231,7 @@ def measure_link(
         for address in pinned:
             if pinner is not None:
                 pinner.unpin(address)
-        if engine is None:
-            opened.close()
+        engine.close()
     # Two sizes give both parts of a copy's time: what each byte takes, and what each copy does.
     per_byte = (out_seconds / copies - small_seconds) / (copy_bytes - _SMALL_BYTES)
     latency_seconds = max(0.0, small_seconds - _SMALL_BYTES * per_byte)
@@ -247,12 +246,12 @@ def measure_link(
     )  # fmt: skip
 
 
-def measure_flops(device: torch.device, *, seconds: float = 0.2) -> float:
+def measure_flops(device: torch.device) -> float:
     """Floating-point operations per second of square matrix products, in float32 on the CPU and
     bfloat16 elsewhere, where the products grow until they take a fast device long enough.
     """
     if device.type == "cpu":
-        return _flops_on_cpu(1024, seconds)
+        return _flops_on_cpu(1024)
     flops_per_s = 0.0
     for size in (256, 512, 1024, 2048, 4096):
         taken = _product_seconds(device, size)
@@ -262,26 +261,26 @@ def measure_flops(device: torch.device, *, seconds: float = 0.2) -> float:
     return flops_per_s
 
 
-def _flops_on_cpu(size: int, seconds: float) -> float:
+def _flops_on_cpu(size: int) -> float:
     a = torch.ones(size, size)
     b = a @ a  # warm
     count, elapsed = 0, 0.0
     started = time.perf_counter()
-    while count < 3 or elapsed < seconds:
+    while count < 3 or elapsed < _FLOPS_SECONDS:
         torch.mm(a, a, out=b)
         count, elapsed = count + 1, time.perf_counter() - started
     return count * 2 * size**3 / elapsed
 
 
-def _product_seconds(device: torch.device, size: int, count: int = 10) -> float:
-    """What one product of ``count`` takes an accelerator."""
+def _product_seconds(device: torch.device, size: int) -> float:
+    """What one product of several takes an accelerator."""
     a = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     b = a @ a  # warm
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize()
     start.record()
-    for _ in range(count):
+    for _ in range(_PRODUCTS):
         torch.mm(a, a, out=b)
     end.record()
     torch.accelerator.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / count
+    return float(start.elapsed_time(end)) / 1e3 / _PRODUCTS
