@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from offload.units import format_bytes
 
 __all__ = ["profile"]
 
-Progress = Callable[[str], object]
+_NOTHING = contextlib.nullcontext()
 _LOOKS = 3  # at the memory of a plain and of an offloaded step
 
 
@@ -37,7 +37,7 @@ def profile(
     warmup: int = 2,
     name: str = "step",
     policy: Policy = offload_all,
-    progress: Progress | None = None,
+    progress: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Profile:
     """Measure what offloading costs ``step`` and what it hides, beside the same step without it.
@@ -77,7 +77,7 @@ def profile(
         (3, 3, False)
     """
     _check(step, model, steps, warmup)
-    tell = progress if progress is not None else _say_nothing
+    tell = progress if progress is not None else lambda doing: None
     tell("looking at what is saved")
     largest_bytes = _largest_saved(step, model)
     with contextlib.ExitStack() as stack:
@@ -105,10 +105,10 @@ def profile(
         device=str(session.config.device),
         options={k: str(v) for k, v in options.items()},
         warmup=warmup,
-        plain_seconds=tuple(p.plain_seconds for p in pairs),
-        offloaded_seconds=tuple(p.offloaded_seconds for p in pairs),
-        reports=tuple(p.report for p in pairs),
-        plain_steps=tuple(p.plain_span for p in pairs),
+        plain_seconds=tuple((end_ns - start_ns) / 1e9 for (start_ns, end_ns), _ in pairs),
+        offloaded_seconds=tuple(offloaded.seconds for _, offloaded in pairs),
+        reports=tuple(offloaded.report for _, offloaded in pairs),
+        plain_steps=tuple(span for span, _ in pairs),
         timeline=Timeline.of(events, samples, host_copies=host_copies),
         shown=Timeline.of(*shown, host_copies=host_copies),
         plain_memory=plain_curve,
@@ -119,20 +119,14 @@ def profile(
 # -- one step after the other ---------------------------------------------------------------------
 
 
-class _Offloaded:
+class _Offloaded(NamedTuple):
     """One offloaded step, with all that it had left in flight."""
 
-    def __init__(self, seconds: float, report: StepReport) -> None:
-        self.seconds = seconds
-        self.report = report
+    seconds: float
+    report: StepReport
 
 
-class _Pair:
-    def __init__(self, plain_span: tuple[int, int], offloaded: _Offloaded) -> None:
-        self.plain_span = plain_span
-        self.plain_seconds = (plain_span[1] - plain_span[0]) / 1e9
-        self.offloaded_seconds = offloaded.seconds
-        self.report = offloaded.report
+_Pair = tuple[tuple[int, int], _Offloaded]  # from when to when the plain step ran, and the other
 
 
 class _Runner:
@@ -145,29 +139,25 @@ class _Runner:
         """A plain and an offloaded step; who goes first alternates, as a drift would favour one."""
         if number % 2:
             offloaded = self.offloaded()
-            return _Pair(self.plain(), offloaded)
-        plain_span = self.plain()
-        return _Pair(plain_span, self.offloaded())
+            return self.plain(), offloaded
+        return self.plain(), self.offloaded()
 
-    def plain(self, inside: AbstractContextManager[object] | None = None) -> tuple[int, int]:
+    def plain(self, inside: AbstractContextManager[object] = _NOTHING) -> tuple[int, int]:
         """One step without offloading; from when to when."""
         self._synchronize()
         start_ns = now_ns()
-        with inside if inside is not None else contextlib.nullcontext():
+        with inside:
             self._step()
         self._synchronize()
         return start_ns, now_ns()
 
-    def offloaded(self, inside: AbstractContextManager[object] | None = None) -> _Offloaded:
+    def offloaded(self, inside: AbstractContextManager[object] = _NOTHING) -> _Offloaded:
         """One step of the session. What it leaves in flight is seen out, but not timed: it would
         disturb the plain step that follows.
         """
         self._synchronize()
         start = time.perf_counter()
-        with (
-            self.session.step() as step,
-            inside if inside is not None else contextlib.nullcontext(),
-        ):
+        with self.session.step() as step, inside:
             self._step()
         self._synchronize()
         seconds = time.perf_counter() - start
@@ -292,7 +282,3 @@ def _check_moves(report: StepReport, largest_bytes: int, config: Config) -> None
         )
     kept = ", ".join(f"{format_bytes(n)} {why}" for why, n in report.kept_bytes.items() if n)
     raise StepError(f"nothing is offloaded; kept are {kept or 'no bytes'}: see StepReport")
-
-
-def _say_nothing(_: str) -> None:
-    pass
