@@ -28,6 +28,7 @@ from typing import Any
 
 import click
 import torch
+from listed import names_of, numbers
 from rich.console import Console
 from rich.table import Table
 from torch.autograd.graph import save_on_cpu
@@ -210,23 +211,9 @@ def same_bits(results: dict[str, dict[str, Any]]) -> bool:
     return len(found - {None}) <= 1
 
 
-def _numbers(_: click.Context, __: click.Parameter, value: str) -> list[int]:
-    try:
-        return [int(v) for v in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of numbers like 4096,8192") from None
-
-
-def _modes(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-    unknown = [mode for mode in value.split(",") if mode not in MODES]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(MODES)}")
-    return value.split(",")
-
-
 @click.command(epilog="Modes: " + "; ".join(f"{mode}: {what}" for mode, what in MODES.items()))
-@click.option("--tokens", callback=_numbers, default="4096,8192,32768", show_default=True)
-@click.option("--modes", callback=_modes, default=",".join(MODES), show_default=True)
+@click.option("--tokens", callback=numbers, default="4096,8192,32768", show_default=True)
+@click.option("--modes", callback=names_of(MODES), default="all", show_default=True)
 @click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--width", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option("--hidden", type=click.IntRange(min=1), default=14336, show_default=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from listed import names_of
 from rich.console import Console
 from rich.table import Table
 from step_worker import MODES, Task
@@ -79,23 +80,22 @@ def _size(_: click.Context, __: click.Parameter, value: str) -> int:
 @click.command()
 @click.option("--limit", callback=_size, default="1200MB", show_default=True)
 @click.option("--workload", type=click.Choice(list(PRESETS)), default="gpt", show_default=True)
-@click.option("--modes", default="plain,checkpoint,offload", show_default=True)
+@click.option(
+    "--modes", callback=names_of(MODES), default="plain,checkpoint,offload", show_default=True
+)
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--disk-dir", type=click.Path(exists=True, file_okay=False, writable=True))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def main(
-    limit: int, workload: str, modes: str, steps: int, disk_dir: str | None, as_json: bool
+    limit: int, workload: str, modes: list[str], steps: int, disk_dir: str | None, as_json: bool
 ) -> None:
     """Train under a hard limit of memory, by way to hold activations."""
-    unknown = [mode for mode in modes.split(",") if mode not in MODES]
-    if unknown:
-        raise click.UsageError(f"{unknown[0]!r} is none of {', '.join(MODES)}")
     session = {"disk_dir": disk_dir or os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()}
     try:
         with limited_group(limit) as group:
             results = {
                 mode: run(Task(mode, workload, steps, seed=0, session=session), group)
-                for mode in modes.split(",")
+                for mode in modes
             }
     except OSError as error:
         raise click.UsageError(

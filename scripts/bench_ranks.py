@@ -20,6 +20,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any, NamedTuple
 
 import click
+from listed import numbers
 from rich.console import Console
 from rich.table import Table
 
@@ -120,10 +121,6 @@ def measure(directory: str, ranks: int, threads: int, nbytes: int) -> dict[str, 
         "cpu_seconds_per_gb": sum(s.cpu_ns for s in shares) / (2 * ranks * nbytes),
         "urgent_read_ms": statistics.median(t for s in shares for t in s.urgent_ns) / 1e6,
     }
-
-
-def numbers(_: object, __: object, text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 @click.command()

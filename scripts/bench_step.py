@@ -26,6 +26,7 @@ from typing import Any
 
 import click
 import torch
+from listed import names_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,6 +35,7 @@ from step_worker import MODES, Task
 from offload.errors import OffloadError
 from offload.machine import filesystem_of, total_memory_bytes
 from offload.measure import Spread, session_options, worker_messages
+from offload.probe.facts import host_facts
 from offload.units import format_bytes
 from offload.workloads import PRESETS, preset
 
@@ -154,18 +156,10 @@ def differing(results: Results) -> list[str]:
 
 def conditions(task: Task, directory: str) -> dict[str, Any]:
     """What the figures depend on beside the code."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
     return {
         "command": " ".join(["python", *sys.argv]),
         "workload": preset(task.workload).summary,
-        "cpu": f"{cpu}, {os.cpu_count()} visible",
+        "cpu": f"{host_facts().cpu}, {os.cpu_count()} visible",
         "memory_bytes": total_memory_bytes(),
         "disk": filesystem_of(directory).kind,
         "kernel": platform.release(),
@@ -189,19 +183,9 @@ def run_rounds(task: Task, modes: list[str], rounds: int, console: Console) -> R
     return results
 
 
-def _parse_modes(_: click.Context, __: click.Parameter, value: str) -> list[str]:
-    modes = list(MODES) if value == "all" else value.split(",")
-    for mode in modes:
-        if mode not in MODES:
-            raise click.BadParameter(f"{mode!r} is none of {', '.join(MODES)}")
-    if len(set(modes)) < len(modes):
-        raise click.BadParameter("a mode is named twice")
-    return modes
-
-
 @click.command(epilog="Modes: " + "; ".join(f"{mode}: {what}" for mode, what in MODES.items()))
 @click.option("--workload", type=click.Choice(list(PRESETS)), default="gpt", show_default=True)
-@click.option("--modes", callback=_parse_modes, default="all", show_default=True)
+@click.option("--modes", callback=names_of(MODES), default="all", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of torch [its default].")
