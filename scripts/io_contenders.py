@@ -288,7 +288,7 @@ class Fio(Contender):
         jobs = self.jobs
         command = [
             *("fio", "--name=pass", f"--filename={self.scratch.path}"),
-            *(f"--rw={'rw' if mode == 'duplex' else mode}", f"--bs={self.block_bytes}"),
+            *(*FIO_MIX[mode], f"--bs={self.block_bytes}"),
             *(
                 f"--ioengine={self.engine}",
                 f"--iodepth={self.in_flight // jobs}",
