@@ -47,42 +47,38 @@ class Planned:
         device_budget: int | None = None,
     ) -> None:
         self._removed = removed
-        self._fixed: Fixed | None = None
-        self.auto: Auto | None = None
+        self._scheme: Fixed | Auto
         if isinstance(plan, Plan):
             names = _names_of(plan, model)
-            self._fixed = Fixed(plan)
+            self._scheme = Fixed(plan)
         else:
             names = find_segments(model, segments)
             config = tiers.common.config
             budgets = budgets_of(tiers, device_budget)
             alone = config.plan_scope == "rank"
-            self.auto = Auto(
+            self._scheme = Auto(
                 budgets,
                 slow="disk" if tiers.common.lane.host_is_device else "host",
                 min_offload_bytes=max(1, config.min_offload_bytes),
                 group=None if alone else agreement_on(model, ", ".join(names)),
                 links=remembered_links(config),
             )
-        scheme = self._fixed or self.auto
-        assert scheme is not None
-        self._controller = Controller(model, names, hooks, tiers, in_step, scheme)
+        self._controller = Controller(model, names, hooks, tiers, in_step, self._scheme)
+
+    @property
+    def auto(self) -> Auto | None:
+        """What measures and plans; ``None`` for a plan that was made before."""
+        return self._scheme if isinstance(self._scheme, Auto) else None
 
     @property
     def plan(self) -> Plan | None:
         """What is in force; ``None`` while the first steps are measured."""
-        return self._fixed.plan if self._fixed is not None else self._auto_plan()
-
-    def _auto_plan(self) -> Plan | None:
-        return self.auto.plan if self.auto is not None else None
+        return self._scheme.plan
 
     @property
     def measured(self) -> list[Measured]:
         """The passes under a plan so far, of the newest shape of input."""
-        if self._fixed is not None:
-            return self._fixed.measured
-        assert self.auto is not None
-        return self.auto.newest.measured if self.auto.newest is not None else []
+        return self._scheme.measured
 
     def begin_step(self, counters: Counters) -> None:
         """Called by the session."""

@@ -145,6 +145,11 @@ class Auto:
         return self.newest.plan if self.newest is not None else None
 
     @property
+    def measured(self) -> list[Measured]:
+        """The passes under a plan so far, of the newest shape of input."""
+        return self.newest.measured if self.newest is not None else []
+
+    @property
     def settled(self) -> bool:
         """Whether the newest shape's plan only changes for a reason from now on."""
         study = self.newest
