@@ -7,7 +7,7 @@ each segment costs what a few dozen single walks would.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Evaluator:
             resident[:-1] += held * self._shared[1:, None]
         others = self.chain.in_flight - 1
         before = resident.cumsum(0) - resident + others * resident.sum(0)
-        chain, infinite = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
+        chain, seconds = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
         forward_rooms -= _column(s.forward_bytes for s in chain.segments)
         backward_rooms = chain.device_bytes - before - chosen["working_bytes"]
@@ -84,15 +84,15 @@ class Evaluator:
             feasible &= (host_rooms >= -_TOLERANCE_BYTES).all(0)
         alive = feasible.nonzero().flatten()
         if not len(alive):
-            return infinite
+            return seconds
         chosen = {name: values[:, alive] for name, values in chosen.items()}
-        infinite[alive] = self._seconds(
+        seconds[alive] = self._seconds(
             chosen,
             forward_rooms[:, alive],
             backward_rooms[:, alive],
             None if host_rooms is None else host_rooms[:, alive],
         )
-        return infinite
+        return seconds
 
     def _seconds(
         self,
@@ -151,6 +151,5 @@ def _pass(
     return stalls, queue
 
 
-def _column(values: object) -> Tensor:
-    numbers: Sequence[float] = list(values)  # type: ignore[call-overload]
-    return torch.tensor(numbers, dtype=torch.float64)[:, None]
+def _column(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)[:, None]
