@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offload.block import VersionWitness
-from offload.hooks import HookPair, Hooks
+from offload.hooks import HookPair, Hooks, is_of_checkpoint
 from offload.live import storage_of
 
 __all__ = ["Cells", "Draw", "Needs", "random_state"]
@@ -169,7 +168,7 @@ class Cells:
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
         pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if pair is not None and pair[0].__module__ == torch_checkpoint.__name__:
+        if is_of_checkpoint(pair):
             pair = None
         self._pair = pair
         owner = getattr(pair[1], "__self__", None) if pair is not None else None

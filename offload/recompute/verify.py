@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from offload.errors import warn_user
+from offload.hooks import is_of_checkpoint
 from offload.recompute.callers import Names, innermost, outermost
 from offload.recompute.drift import ModuleDrift, RecomputeReport, difference, report_of
 from offload.recompute.regions import Region
@@ -209,8 +210,7 @@ class _Watched:
         self.number = number
         self.results: list[tuple[Any, list[_Saved]]] = []  # operations and what they gave
         pair = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        inside_another = pair is not None and pair[0].__module__ == torch_checkpoint.__name__
-        self._pair = None if inside_another else pair
+        self._pair = None if is_of_checkpoint(pair) else pair  # else it is inside another region
         self._model = outermost(sys._getframe(1), None)
         # Numbered now, in the order of the forward; names are asked for in that of backward.
         for module in region.modules if self._model is None else [self._model]:
