@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import threading
-import warnings
 from pathlib import Path
-from typing import Any
 
-__all__ = ["drawn", "expect_writable", "readable", "write_whole"]
+__all__ = ["expect_writable", "readable", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -53,15 +50,6 @@ def readable(text: str) -> str:
         'café �'
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def drawn(figure: Any, kind: str) -> bytes:
-    """A figure of matplotlib's as ``"png"`` or ``"svg"``. Letters that its font lacks are boxes."""
-    out = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure.savefig(out, format=kind, dpi=150)
-    return out.getvalue()
 
 
 def expect_writable(path: str | os.PathLike[str]) -> None:

@@ -21,7 +21,7 @@ from offload.cli.plan import measured_target, of_a_model
 from offload.cli.running import expect_installed, options_of, running
 from offload.cli.targets import Target
 from offload.errors import OffloadError, PlanError
-from offload.files import drawn, readable
+from offload.figures import drawn, titled
 from offload.measure import activation_meter
 from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
@@ -250,7 +250,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
         )  # fmt: skip
     for p, marker in zip((p for p in points if p.name != "plan"), "s^D", strict=False):
         axes.plot([_mib(p)], [p.seconds], marker, label=p.name, markersize=8)
-    axes.set_title(readable(title).replace("$", r"\$"))  # else mathematics begins there
+    axes.set_title(titled(title))
     axes.set(xlabel="peak memory of a step, MiB", ylabel="step, s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

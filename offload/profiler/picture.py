@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.files import drawn, readable, write_whole
+from offload.figures import drawn, titled
+from offload.files import write_whole
 from offload.profiler.colors import COLORS, lanes_shown
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ def save_picture(profile: Profile, path: Path) -> None:
         OSError: it cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -31,13 +31,10 @@ def save_picture(profile: Profile, path: Path) -> None:
     lanes = lanes_shown(profile.shown)
     height = _ROW_INCHES * len(lanes)
     figure = Figure(figsize=(11, height + 3.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the backend
     axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[height, 2.6])
     _draw_lanes(axes[0], profile, lanes)
     _draw_memory(axes[1], profile)
-    title = readable(f"{profile.name}: {profile.verdict}")
-    title = title.replace("$", r"\$")  # else mathematics begins there
-    figure.suptitle(title, fontsize=10, wrap=True)
+    figure.suptitle(titled(f"{profile.name}: {profile.verdict}"), fontsize=10, wrap=True)
     write_whole(path, drawn(figure, "png"))
 
 

@@ -11,7 +11,7 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "files", "interrupts", "optionfile", "tables", "units"}
+    {"errors", "figures", "files", "interrupts", "optionfile", "tables", "units"}
     | {"trace", "layout", "live", "freelist", "forks", "pool", "_native"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
