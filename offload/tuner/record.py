@@ -34,8 +34,6 @@ __all__ = [
     "with_releases",
 ]
 
-_graph_task_id = torch._C._current_graph_task_id
-
 
 class BlockRecord(NamedTuple):
     """One storage that was saved."""
@@ -134,8 +132,8 @@ class _Recorder:
         return saved_tensors_hooks(pack, unpack)
 
     def _saved(self, tensor: Tensor, *, movable: bool) -> tuple[int, int] | None:
-        storage = storage_of(tensor)
-        if storage is None or is_parameter_like(tensor) or _graph_task_id() != -1:
+        storage = _saved_by_forward(tensor)
+        if storage is None:
             return None
         key = (storage._cdata, tensor._version)
         with self._lock:
@@ -171,6 +169,13 @@ class _Recorder:
             if entry is not None
         )
         return StepRecord(blocks, touches, end_ns, beyond)
+
+
+def _saved_by_forward(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of what is saved; none of a parameter, or of what backward itself saves."""
+    if is_parameter_like(tensor) or torch._C._current_graph_task_id() != -1:
+        return None
+    return storage_of(tensor)
 
 
 def live_bytes(
@@ -236,8 +241,8 @@ def with_releases(record: StepRecord, step: Callable[[], object], config: Config
 
         def pack(tensor: Tensor) -> Any:
             nonlocal touches
-            storage = storage_of(tensor)
-            if storage is None or is_parameter_like(tensor) or _graph_task_id() != -1:
+            storage = _saved_by_forward(tensor)
+            if storage is None:
                 return below_pack(tensor)
             key = storage._cdata
             if key not in known or known[key]() is None:
