@@ -6,6 +6,7 @@ import humanfriendly
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE | re.ASCII)
 MAX_BYTES = 1 << 60
+SECONDS_PER_DAY = 86_400
 
 
 def parse_bytes(value: int | str, name: str) -> int:

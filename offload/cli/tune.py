@@ -23,11 +23,9 @@ from offload.tuner.search import Trial
 from offload.tuner.setting import Setting
 from offload.tuner.trial import Measured
 from offload.tuner.tuning import Tuning, tune
-from offload.units import format_bytes, format_seconds
+from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 
 __all__ = ["command"]
-
-_DAY_SECONDS = 24 * 3600
 
 
 @click.command("tune")
@@ -168,7 +166,7 @@ def _report(found: Tuning, output: str, *, quiet: bool) -> None:
     verdict.print(Prose(f"Written to {output}, for Session.from_file: {told}."))
     report = chosen.measured.report
     if report is not None and report.written_bytes:
-        daily = report.written_bytes / chosen.measured.best_seconds * _DAY_SECONDS
+        daily = report.written_bytes / chosen.measured.best_seconds * SECONDS_PER_DAY
         verdict.print(
             Prose(
                 f"It writes {format_bytes(report.written_bytes)} a step, {daily / 1e12:.1f} TB a "

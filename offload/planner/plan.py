@@ -15,7 +15,7 @@ from offload.planner.profile import Budgets, Profile
 from offload.planner.solve import Solution
 from offload.tables import FigureTable, text_of
 from offload.tiers.gate import Need
-from offload.units import format_bytes, format_seconds
+from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
@@ -236,7 +236,7 @@ class Plan:
     def _endurance(self) -> str:
         if not self.written_bytes or not self.seconds:
             return ""
-        daily = self.written_bytes / self.seconds * 86400 / 1e12
+        daily = self.written_bytes / self.seconds * SECONDS_PER_DAY / 1e12
         return f" ({daily:.1f} TB a day of training without a break)"
 
 

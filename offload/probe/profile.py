@@ -26,11 +26,12 @@ from offload.files import write_whole
 from offload.probe.disk import DiskRates
 from offload.probe.link import indexed
 from offload.probe.verdicts import Survey
+from offload.units import SECONDS_PER_DAY
 
 __all__ = ["FORMAT", "MachineProfile", "cache_path", "load_profile", "save_profile"]
 
 FORMAT = 1
-MAX_AGE_SECONDS = 30 * 24 * 3600
+MAX_AGE_SECONDS = 30 * SECONDS_PER_DAY
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from offload.report.compare import Comparison
 from offload.report.counters import Counters, LaneCounters, WaitCounters
 from offload.tables import text_of
 from offload.trace import TRANSFERS, Subject, intersection_ns, merged, total_ns
-from offload.units import parse_bytes
+from offload.units import SECONDS_PER_DAY, parse_bytes
 
 JSON_FORMAT = 1
-SECONDS_PER_DAY = 86_400
 # What the makers promise of a consumer drive of 1 TB with three bits per cell: "600 TBW" in the
 # data sheets of Samsung's 970 EVO Plus, 980 PRO and 990 PRO. Drives for data centres promise about
 # one capacity a day for five years, 1,800 TB and more.
