@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -63,13 +64,11 @@ class _PlannedRule(Rule):
         self.module = weakref.ref(module)
         self.name = name
         self._controller = controller
-        self._selective: ContextFn | None = None
 
-    @property
+    @cached_property
     def context_fn(self) -> ContextFn:
         """Of this segment's selective regions."""
-        self._selective = self._selective or selective()
-        return self._selective
+        return selective()
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
