@@ -123,8 +123,8 @@ class RankReports:
         """The figures for people, as a ``rich`` table."""
         count = len(self.reports)
         table = FigureTable(title=f"offload: {count} rank{'s' if count != 1 else ''}")
-        for heading in ("", "least", "median", "most", "by rank"):
-            table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column()
+        table.add_figures("least", "median", "most", "by rank")
         for name, figure in self.figures.items():
             if figure.high:
                 shown = [_shown(name, v) for v in (figure.low, figure.median, figure.high)]

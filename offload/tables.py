@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TextIO
 
@@ -104,8 +104,7 @@ class FigureTable(Table):
 
     Example:
         >>> table = FigureTable(title="tried")
-        >>> for heading in ("window", "time to plain"):
-        ...     table.add_column(heading, justify="right")
+        >>> table.add_figures("window", "time to plain")
         >>> table.add_row("32 MiB", "1.04")
         >>> print(text_of(table, width=15))
              tried
@@ -121,6 +120,21 @@ class FigureTable(Table):
           plain
           1.04
     """
+
+    @classmethod
+    def of_facts(cls, title: str, facts: Mapping[str, str]) -> FigureTable:
+        """One fact a row, its name before it; no headings."""
+        table = cls(title=title, show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        for name, value in facts.items():
+            table.add_row(name, value)
+        return table
+
+    def add_figures(self, *headings: str) -> None:
+        """Columns of figures, which end below each other."""
+        for heading in headings:
+            self.add_column(heading, justify="right")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         return _loosened(console, options, self._laid_out(options.max_width))

@@ -282,8 +282,7 @@ def _run(task: Task, *, quiet: bool) -> Run:
 
 def _curves(plain: Run, offloaded: Run) -> FigureTable:
     table = FigureTable(title="Loss and gradients, step by step")
-    for heading in ("step", "plain", "offloaded", "loss", "gradients"):
-        table.add_column(heading, justify="right")
+    table.add_figures("step", "plain", "offloaded", "loss", "gradients")
     steps = zip(plain.losses, offloaded.losses, plain.gradients, offloaded.gradients, strict=False)
     for number, (loss, other, gradients, others) in enumerate(steps, 1):
         table.add_row(
@@ -302,9 +301,8 @@ def _same_or_not(same: bool) -> Text:
 
 def _summary(plain: Run, offloaded: Run) -> FigureTable:
     table = FigureTable(title="Cost, median of the steps after the warm-up")
-    table.add_column("")
-    for heading in ("plain", "offloaded", "ratio"):
-        table.add_column(heading, justify="right")
+    table.add_column()
+    table.add_figures("plain", "offloaded", "ratio")
 
     def add(what: str, a: float, b: float, show: Callable[[float], str]) -> None:
         table.add_row(what, show(a), show(b), f"{b / a:.2f}" if a else "")

@@ -112,9 +112,6 @@ def _document(found: Survey, profile: MachineProfile, verdicts: list[Finding]) -
 
 def _facts(found: Survey) -> FigureTable:
     host, directory = found.host, found.directory
-    table = FigureTable(title="Machine", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
     alignment = "not told by this kernel"
     if directory.direct_offset_bytes is not None:
         alignment = (
@@ -139,15 +136,12 @@ def _facts(found: Survey) -> FigureTable:
         "copies in memory": copied,
         "matrix products": flops,
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return FigureTable.of_facts("Machine", rows)
 
 
 def _disk(found: Survey, *, asked_for_fio: bool) -> FigureTable:
     table = FigureTable(title="Disk, GB/s")
-    for heading in ("threads", "block", "write", "read", "both: write", "read"):
-        table.add_column(heading, justify="right")
+    table.add_figures("threads", "block", "write", "read", "both: write", "read")
     for r in found.disk:
         rates = (
             r.write_bytes_per_s, r.read_bytes_per_s, r.duplex_write_bytes_per_s,
@@ -170,19 +164,15 @@ def _disk(found: Survey, *, asked_for_fio: bool) -> FigureTable:
 def _accelerator(found: Survey) -> FigureTable:
     device, link = found.accelerator, found.link
     assert device is not None
-    table = FigureTable(title="Accelerator", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
     size = "" if device.memory_bytes is None else f", {format_bytes(device.memory_bytes)}"
-    table.add_row("device", f"{device.device}, {device.name}{size}")
+    rows = {"device": f"{device.device}, {device.name}{size}"}
     if device.pcie is not None:
-        table.add_row("PCIe", f"generation {device.pcie.generation}, x{device.pcie.width}")
+        rows["PCIe"] = f"generation {device.pcie.generation}, x{device.pcie.width}"
     if link is not None:
-        table.add_row("out, in", _pair(link.out_bytes_per_s, link.in_bytes_per_s))
-        duplex = _pair(link.duplex_out_bytes_per_s, link.duplex_in_bytes_per_s)
-        table.add_row("out, in at once", duplex)
-        table.add_row("latency of a copy", format_seconds(link.latency_seconds))
-    return table
+        rows["out, in"] = _pair(link.out_bytes_per_s, link.in_bytes_per_s)
+        rows["out, in at once"] = _pair(link.duplex_out_bytes_per_s, link.duplex_in_bytes_per_s)
+        rows["latency of a copy"] = format_seconds(link.latency_seconds)
+    return FigureTable.of_facts("Accelerator", rows)
 
 
 def _pair(a: float, b: float) -> str:

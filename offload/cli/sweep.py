@@ -185,8 +185,8 @@ def measured(target: Target, point: Point, plan: Plan, options: dict[str, Any]) 
 def table_of(points: Sequence[Point]) -> FigureTable:
     """The points for people."""
     table = FigureTable(title="memory and time of a step")
-    for name in ("", "budget", "peak, predicted", "measured", "step, predicted", "measured"):
-        table.add_column(name, justify="left" if not name else "right")
+    table.add_column()
+    table.add_figures("budget", "peak, predicted", "measured", "step, predicted", "measured")
     for p in points:
         peak = format_bytes(p.measured_bytes) if p.measured_bytes is not None else ""
         seconds = format_seconds(p.measured_seconds) if p.measured_seconds is not None else ""

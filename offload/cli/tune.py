@@ -177,10 +177,9 @@ def _report(found: Tuning, output: str, *, quiet: bool) -> None:
 
 def _measured_table(found: Tuning) -> FigureTable:
     table = FigureTable(title="Tried")
-    table.add_column("")
+    table.add_column()
     names = ("least", "window", "prefetch", "kept", "I/O")
-    for heading in (*names, "time to plain (predicted)", "alive (predicted)", "waited"):
-        table.add_column(heading, justify="right")
+    table.add_figures(*names, "time to plain (predicted)", "alive (predicted)", "waited")
 
     def row(name: str, m: Measured, trial: Trial | None = None) -> None:
         ratio, live, waited = f"{m.ratio:.3f}", _brief(m.peak_live_bytes), ""
@@ -204,8 +203,7 @@ def _measured_table(found: Tuning) -> FigureTable:
 
 def _curve_table(found: Tuning) -> FigureTable:
     table = FigureTable(title=f"Time and memory, as predicted of {found.settings} settings")
-    for heading in ("alive", "time to plain", "least", "window", "prefetch", "kept", "I/O"):
-        table.add_column(heading, justify="right")
+    table.add_figures("alive", "time to plain", "least", "window", "prefetch", "kept", "I/O")
     for setting, ratio, live_bytes in found.curve:
         table.add_row(format_bytes(live_bytes), f"{ratio:.3f}", *_row(setting))
     return table

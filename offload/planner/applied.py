@@ -113,8 +113,8 @@ class Planned:
     def table(self) -> FigureTable:
         """Predicted beside measured, the median of the newest steps, as a ``rich`` table."""
         table = FigureTable(title="plan, predicted and measured")
-        for name in ("", "predicted", "measured"):
-            table.add_column(name, justify="left" if not name else "right")
+        table.add_column()
+        table.add_figures("predicted", "measured")
         plan, newest = self.plan, self.measured[-_NEWEST:]
         if plan is None or not newest:
             table.add_row("nothing yet", "", "")

@@ -204,8 +204,7 @@ class Plan:
         )
         table.add_column("segment", style="bold")
         table.add_column("action")
-        for title in ("saves", "stays", "leaves", "forward", "backward", "waits"):
-            table.add_column(title, justify="right")
+        table.add_figures("saves", "stays", "leaves", "forward", "backward", "waits")
         for row in self.rows:
             sizes = (row.saved_bytes, row.resident_bytes, row.offload_bytes)
             times = (row.forward_seconds, row.backward_seconds, row.stall_seconds)

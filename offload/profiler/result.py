@@ -211,8 +211,7 @@ def _summary(profile: Profile) -> FigureTable:
     title = f"{profile.name}: {pairs} pairs of steps after {profile.warmup} to warm up"
     table = FigureTable(title=title)
     table.add_column("median [range]", style="bold")
-    for heading in ("plain", "offloaded"):
-        table.add_column(heading, justify="right")
+    table.add_figures("plain", "offloaded")
     times = (told(profile.plain, format_seconds), told(profile.offloaded, format_seconds))
     table.add_row("step time", *times)
     peaks = (profile.plain_memory.peak_bytes, profile.offloaded_memory.peak_bytes)

@@ -90,8 +90,7 @@ class RecomputeReport:
             )
             return table
         table.add_column("module")
-        for name in ("differ", "max abs", "max rel"):
-            table.add_column(name, justify="right")
+        table.add_figures("differ", "max abs", "max rel")
         table.add_column("differs first in")
         for m in self.modules:
             if m.different:

@@ -90,9 +90,8 @@ class Comparison:
         if not self.changed():
             table.add_column("no figure differs")
             return table
-        table.add_column("")
-        for heading in ("this", "other", "change", "ratio"):
-            table.add_column(heading, justify="right")
+        table.add_column()
+        table.add_figures("this", "other", "change", "ratio")
         for d in self.changed():
             ratio = f"{d.ratio:.2f}" if d.ratio is not None else ""
             sign = "+" if d.change > 0 else "-"

@@ -29,13 +29,8 @@ def parts(report: StepReport) -> Iterator[RenderableType]:
 
 def summary(report: StepReport) -> FigureTable:
     """The main figures, one a row."""
-    table = FigureTable(
-        title=f"offload: {report.steps} step{'s' if report.steps != 1 else ''}", show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in _rows(report).items():
-        table.add_row(name, value)
+    title = f"offload: {report.steps} step{'s' if report.steps != 1 else ''}"
+    table = FigureTable.of_facts(title, _rows(report))
     for warning in report.warnings:
         table.add_row("warning", warning, style="yellow")
     return table
@@ -91,9 +86,8 @@ def days_told(days: float) -> str:
 def lanes(report: StepReport) -> FigureTable:
     """What went over each lane."""
     table = FigureTable(title="lanes")
-    table.add_column("", style="bold")
-    for heading in ("bytes", "transfers", "busy", "rate", "deepest queue"):
-        table.add_column(heading, justify="right")
+    table.add_column(style="bold")
+    table.add_figures("bytes", "transfers", "busy", "rate", "deepest queue")
     for row in lane_rows(report):
         table.add_row(*row)
     return table
@@ -120,8 +114,7 @@ def waits(report: StepReport) -> FigureTable:
     table = FigureTable(title="what the computation waited for")
     for heading in ("for", "of module", "asked for by", "tensor"):
         table.add_column(heading)
-    table.add_column("times", justify="right")
-    table.add_column("in all", justify="right")
+    table.add_figures("times", "in all")
     for wait in report.waits[:_MOST_WAITS]:
         kind, module, operator, tensor, count, seconds = wait_row(wait)
         table.add_row(kind, module, operator, tensor.replace(" ", "\u00a0"), count, seconds)
