@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from offload.profiler.result import Profile, conditions
 from offload.profiler.timeline import LANES, Slice
-
-if TYPE_CHECKING:
-    from offload.profiler.result import Profile
 
 TRACE_FORMAT = 1
 _PROCESS = 1
@@ -24,8 +22,6 @@ def trace_of(profile: Profile) -> dict[str, Any]:
     """The whole document. It tells its rank and the time of day of its start, so that the traces
     of several ranks can be merged (``offload merge-traces``).
     """
-    from offload.profiler.result import conditions
-
     origin_ns = _origin_ns(profile)
     return {
         "traceEvents": list(_events(profile, origin_ns)),

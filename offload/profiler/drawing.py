@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from offload.profiler.colors import COLORS, lanes_shown
+from offload.profiler.result import MemoryCurve, Profile
 from offload.profiler.timeline import Slice
 from offload.units import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from offload.profiler.result import MemoryCurve, Profile
 
 _LEFT, _WIDTH, _RIGHT = 110, 1070, 20
 _ROW, _GAP = 14, 8  # of a row of slices; between lanes

@@ -8,16 +8,12 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING
 
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.drawing import draw
-from offload.profiler.result import conditions
+from offload.profiler.result import Profile, conditions
 from offload.report.table import days_told, lane_rows, wait_row
 from offload.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from offload.profiler.result import Profile
 
 _MOST_WAITS = 15
 _MEANINGS = {

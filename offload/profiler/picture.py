@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload.figures import drawn, titled
 from offload.files import write_whole
 from offload.profiler.colors import COLORS, lanes_shown
-
-if TYPE_CHECKING:
-    from offload.profiler.result import MemoryCurve, Profile
+from offload.profiler.result import MemoryCurve, Profile
 
 _ROW_INCHES = 0.32
 
