@@ -8,7 +8,6 @@ the cache.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -20,8 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import numpy
 import torch
+from listed import numbers
 from rich.console import Console
 from rich.table import Table
 
@@ -135,49 +136,35 @@ def show(console: Console, rows: list[dict[str, object]]) -> None:
     console.print(table)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", default="1,4,16,64,256", help="MiB, separated by commas")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="two sizes, three rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    try:
-        arguments.sizes = [int(size) for size in arguments.sizes.split(",")]
-    except ValueError:
-        parser.error(f"--sizes: {arguments.sizes!r} is not a list of numbers")
-    if min(arguments.sizes) < 1 or arguments.threads < 1 or arguments.rounds < 1:
-        parser.error("sizes, threads and rounds must be at least 1")
-    if arguments.quick:
-        arguments.sizes, arguments.rounds = [4, TARGET_SIZE_MIB], 3
-    return arguments
-
-
-def main() -> int:
-    """Run, print, and fail if the engine's copy is slower than it should be."""
-    arguments = parse_arguments()
+@click.command()
+@click.option("--sizes", callback=numbers, default="1,4,16,64,256", show_default=True, help="MiB.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--quick", is_flag=True, help="Two sizes, three rounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def main(sizes: list[int], threads: int, rounds: int, quick: bool, as_json: bool) -> None:
+    """Measure memory copies, and fail if the engine's are slower than they should be."""
+    if quick:
+        sizes, rounds = [4, TARGET_SIZE_MIB], 3
     rows: list[dict[str, object]] = []
-    for size_mib in arguments.sizes:
-        rows += summarize(size_mib, measure(size_mib * MIB, arguments.threads, arguments.rounds))
+    for size_mib in sizes:
+        rows += summarize(size_mib, measure(size_mib * MIB, threads, rounds))
     judged = [
         row
         for row in rows
-        if row["size_mib"] == TARGET_SIZE_MIB
-        and row["name"] == f"copy, {arguments.threads} threads"
+        if row["size_mib"] == TARGET_SIZE_MIB and row["name"] == f"copy, {threads} threads"
     ]
     passed = all(float(str(row["ratio_to_best_other"])) >= TARGET_RATIO for row in judged)
-    if arguments.json:
+    if as_json:
         result = {
             "format": FORMAT_VERSION,
             "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
             "torch": torch.__version__,
-            "rounds": arguments.rounds,
+            "rounds": rounds,
             "rows": rows,
             "target": {"ratio": TARGET_RATIO, "size_mib": TARGET_SIZE_MIB, "passed": passed},
         }
-        print(json.dumps(result, indent=2))
+        click.echo(json.dumps(result, indent=2))
     else:
         console = Console()
         show(console, rows)
@@ -186,8 +173,8 @@ def main() -> int:
                 f"copy of {TARGET_SIZE_MIB} MiB: {row['ratio_to_best_other']:.2f} of the best "
                 f"other copy, target {TARGET_RATIO}: {'pass' if passed else 'FAIL'}"
             )
-    return 0 if passed else 1
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

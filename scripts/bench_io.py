@@ -22,7 +22,6 @@ that long and puts it back.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -36,6 +35,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import click
 from io_contenders import (
     MODES,
     SLOT_BLOCKS,
@@ -48,6 +48,7 @@ from io_contenders import (
     Scratch,
     TorchSave,
 )
+from listed import numbers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -111,20 +112,18 @@ def huge_pages(wanted: int) -> Iterator[bool]:
 
 
 def make_contenders(
-    arguments: argparse.Namespace, directory: Path, has_huge_pages: bool
+    sizes: tuple[Path, int, int], threads: list[int], quick: bool, has_huge_pages: bool
 ) -> list[Contender]:
-    """Return all that can run here."""
-    sizes = (directory, arguments.size * MIB, arguments.block * MIB)
-    scratch = Scratch(directory, arguments.size * MIB)
-    contenders: list[Contender] = [
-        Engine(*sizes, scratch, threads) for threads in arguments.threads
-    ]
-    if not arguments.quick:
+    """Return all that can run here, for a directory, and bytes of a pass and of a block."""
+    directory, size_bytes, _ = sizes
+    scratch = Scratch(directory, size_bytes)
+    contenders: list[Contender] = [Engine(*sizes, scratch, count) for count in threads]
+    if not quick:
         contenders += [OneThread(*sizes), AioFiles(*sizes), TorchSave(*sizes)]
     if not shutil.which("fio"):
         return contenders
-    engines = ("io_uring",) if arguments.quick else ("io_uring", "libaio", "psync")
-    for in_flight in sorted({*arguments.threads, SLOT_BLOCKS}, reverse=True):
+    engines = ("io_uring",) if quick else ("io_uring", "libaio", "psync")
+    for in_flight in sorted({*threads, SLOT_BLOCKS}, reverse=True):
         for engine in engines:
             is_shown_small = engine == "io_uring" and in_flight == SLOT_BLOCKS
             for memory in (["mmaphuge"] if has_huge_pages else []) + ["malloc"] * is_shown_small:
@@ -231,63 +230,61 @@ def show(console: Console, rows: list[Row], verdicts: list[dict[str, object]]) -
         )
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the files go")
-    parser.add_argument("--size", type=int, default=1024, help="MiB that one pass moves")
-    parser.add_argument("--block", type=int, default=4, help="MiB of one system call")
-    parser.add_argument(
-        "--threads",
-        type=lambda text: [int(count) for count in text.split(",")],
-        default=[2, 4],
-        metavar="N,N,...",
-        help="workers of the engine",
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="256 MiB, two rounds, engine and fio")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    if not all(1 <= count <= 64 for count in arguments.threads):
-        parser.error("--threads: 1 to 64")
-    if arguments.quick:
-        arguments.size, arguments.rounds = 256, 2
-    if min(arguments.block, arguments.rounds) < 1 or arguments.size % (8 * arguments.block) != 0:
-        parser.error("--rounds and --block must be at least 1, --size a multiple of 8 blocks")
-    return arguments
-
-
-def main() -> int:
-    """Run, print, and fail if the engine misses its targets."""
-    arguments = parse_arguments()
-    console = Console(stderr=arguments.json)
-    wanted_pages = SLOT_BLOCKS * (arguments.block // 2 + 1) + 8 * SLOT_BLOCKS
+@click.command()
+@click.option("--dir", "directory", default=tempfile.gettempdir(), help="Where the files go.")
+@click.option("--size", default=1024, show_default=True, help="MiB that one pass moves.")
+@click.option("--block", type=click.IntRange(min=1), default=4, help="MiB of one system call.")
+@click.option(
+    "--threads", callback=numbers, default="2,4", show_default=True, help="Workers of the engine."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--quick", is_flag=True, help="256 MiB, two rounds, engine and fio.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def main(
+    directory: str,
+    size: int,
+    block: int,
+    threads: list[int],
+    rounds: int,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Measure the disk, and fail if the engine misses its targets."""
+    if not all(1 <= count <= 64 for count in threads):
+        raise click.UsageError("--threads: 1 to 64")
+    if quick:
+        size, rounds = 256, 2
+    if size < 1 or size % (8 * block):
+        raise click.UsageError("--size must be a multiple of 8 blocks")
+    console = Console(stderr=as_json)
+    wanted_pages = SLOT_BLOCKS * (block // 2 + 1) + 8 * SLOT_BLOCKS
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="offload-bench-", dir=arguments.dir) as directory,
+            tempfile.TemporaryDirectory(prefix="offload-bench-", dir=directory) as files,
             huge_pages(wanted_pages) as has_huge_pages,
         ):
-            contenders = make_contenders(arguments, Path(directory), has_huge_pages)
-            rows = measure_all(contenders, arguments.rounds, console)
+            sizes = (Path(files), size * MIB, block * MIB)
+            contenders = make_contenders(sizes, threads, quick, has_huge_pages)
+            rows = measure_all(contenders, rounds, console)
     except OSError as error:
         console.print(f"bench_io: {error}", style="red")
-        return 2
+        sys.exit(2)
     verdicts = judge(rows)
-    if arguments.json:
+    if as_json:
         result = {
             "format": FORMAT_VERSION,
             "machine": {"cpus": os.cpu_count(), "kernel": platform.release()},
-            "size_mib": arguments.size,
-            "block_mib": arguments.block,
-            "rounds": arguments.rounds,
+            "size_mib": size,
+            "block_mib": block,
+            "rounds": rounds,
             "rows": [asdict(row) for row in rows],
             "verdicts": verdicts,
         }
-        print(json.dumps(result, indent=2))
+        click.echo(json.dumps(result, indent=2))
     else:
         show(console, rows, verdicts)
-    return 0 if all(v["fast_enough"] and v["cheap_enough"] for v in verdicts) else 1
+    sys.exit(0 if all(v["fast_enough"] and v["cheap_enough"] for v in verdicts) else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,11 +10,11 @@ Context, Parameter = click.Context, click.Parameter
 
 
 def numbers(_: Context, __: Parameter, text: str) -> list[int]:
-    """Whole numbers."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers like 1,2,4") from None
+    """Whole numbers of at least 1."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,2,4")
+    return [int(part) for part in parts]
 
 
 def names_of(known: Collection[str]) -> Callable[[Context, Parameter, str], list[str]]:
