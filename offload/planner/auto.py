@@ -130,7 +130,8 @@ class Auto:
         self._given = links or Links()
         again, some = f"recompute+{slow}", f"selective+{slow}"
         # Twice each: the first of a kind meets cold caches, and memory that was never touched.
-        kinds = [(again, True), (some, True), (slow, False)]
+        # What passes through is looked at where it is in the device's own memory.
+        kinds = [(again, True), (some, True), (slow, slow == "disk")]
         self._phases = [kind for kind in kinds for _ in range(2)]
         self._group = group
         self._own = self._fresh()  # of several ranks, what this one has seen

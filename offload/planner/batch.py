@@ -19,7 +19,7 @@ __all__ = ["Evaluator"]
 _TOLERANCE_BYTES = 1e-6
 _FIELDS = (
     "resident_bytes", "offload_bytes", "present_bytes", "host_bytes", "disk_bytes",
-    "late_bytes", "working_bytes", "forward_seconds", "backward_seconds", "holds_output",
+    "late_bytes", "returning_bytes", "forward_seconds", "backward_seconds", "holds_output",
     "frees_input",
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ class Evaluator:
         chain, seconds = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
         forward_rooms -= _column(s.forward_bytes for s in chain.segments)
-        backward_rooms = chain.device_bytes - before - chosen["working_bytes"]
+        backward_rooms = chain.device_bytes - before - chosen["returning_bytes"]
         backward_rooms = backward_rooms - _column(
             s.saved_bytes + s.backward_bytes for s in chain.segments
         )

@@ -44,6 +44,7 @@ from offload.tiers.gate import STRIDE
 __all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
+_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 class Scheme(Protocol):
@@ -355,7 +356,8 @@ class Controller:
                 if again:
                     self._tiers.count(storage)
                 elif storage._cdata not in self.hooks.held:
-                    visit.saved.setdefault(self._ids.of(storage), storage.nbytes())
+                    # The operation that saves has taken its number: the last one given out.
+                    visit.note_saved(self._ids.of(storage), storage.nbytes(), _sequence_nr() - 1)
             return pack_below(tensor)
 
         return saved_tensors_hooks(pack, unpack_below)
@@ -367,17 +369,31 @@ class Controller:
         current = self._pass
         if current is None or not current.assignment.record or _graph_task_id() != -1:
             return
-        number, nbytes = self._ids.of(storage), storage.nbytes()
-        visit = current.open
-        if visit is None or storage._cdata in self.hooks.held:
-            current.after.setdefault(number, nbytes)
-        else:
-            visit.held.setdefault(number, nbytes)
+        visit, saved = current.open, current.after
+        if storage._cdata in self.hooks.held:  # there from the beginning
+            saved = current.visits[0].before if current.visits else current.after
+        elif visit is not None:
+            saved = visit.held
+            if visit.action == "disk" and self._is_cpu:
+                self._note_passing(visit, storage)
+        saved.setdefault(self._ids.of(storage), storage.nbytes())
 
-    # -- peaks of an accelerator's memory ---------------------------------------------------------
+    def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:
+        """With ``storage``, and its slot while it is copied there."""
+        tiers = self._tiers
+        new_bytes = storage.nbytes() * (1 if tiers.live.counts(storage) else 2)
+        with tiers.lock:
+            tiers.poll()
+            there_bytes = tiers.gate.used_bytes + new_bytes - visit.start_bytes
+        visit.passing_bytes = max(visit.passing_bytes, there_bytes)
+
+    # -- peaks of memory ---------------------------------------------------------
 
     def _restart_peak(self, visit: Visit) -> None:
-        if not self._is_cpu:
+        if self._is_cpu:
+            tiers = self._tiers
+            visit.start_bytes = tiers.gate.used_bytes - tiers.outbound.leaving_bytes
+        else:
             torch.accelerator.reset_peak_memory_stats()
             visit.start_bytes = torch.accelerator.memory_allocated()
 

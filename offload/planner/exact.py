@@ -231,8 +231,8 @@ class _Program:
         room = chain.device_bytes - s.forward_bytes
         self._row(_merged(there, self._variable("Qs", i), present), high=room)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
-        working = self._option(i, "working_bytes")
-        self._row(_merged(there, self._variable("Ps", i), working), high=room)
+        returning = self._option(i, "returning_bytes")
+        self._row(_merged(there, self._variable("Ps", i), returning), high=room)
         for queue, limit in (("Qs", chain.window_bytes), ("Ps", chain.prefetch_bytes)):
             if math.isfinite(limit):
                 self._row(self._variable(queue, i), high=limit)
@@ -252,8 +252,8 @@ class _Program:
         waits = _merged(self._variable("Rs", i), self._variable("sr", i, rate), before)
         self._row(_merged(waits, self._option(i, "offload_bytes")), low=0.0)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
-        working = self._option(i, "working_bytes")
-        self._row(_merged(self._resident(i), self._variable("Rs", i), working), high=room)
+        returning = self._option(i, "returning_bytes")
+        self._row(_merged(self._resident(i), self._variable("Rs", i), returning), high=room)
         left = _merged(
             self._variable("R", i),
             self._variable("Rs", i, -1.0),

@@ -17,7 +17,8 @@ of the disk behind it, and ``Q, W`` the bytes that wait for either:
         Q, W fall by what passes in the stall and in the forward, and grow by o_i and n_i, which
         leave while they are made: Q >= l_i is left, of which the forward's last act made l_i
     backward: the same, mirrored. Read in reverse, what has to come back before B_i is what would
-        leave after it; the room is M - K_i - S_i - w_b.
+        leave after it; the room is M - K_i - S_i - w_b. Of S_i only that is meant which is there at
+        one time: what comes back when it is asked for need not be all there.
     what still waits when forward ends occupies memory until it has left: i = L..1
         R falls by o_i, as what backward wants at once need not leave; a stall while R > the room
 
@@ -70,8 +71,11 @@ class Option:
         disk_bytes: come to rest on the disk.
         last_bytes: of ``offload_bytes``, what is made at the very end of the forward and cannot
             have left by then; ``None``: all.
-        burst_bytes: there twice for a moment, while it is copied.
+        beside_bytes: there while its forward runs, beside what stays and what waits to leave: a
+            copy being made, for one.
         working_bytes: there while its backward runs, beside all that the segment saves.
+        spared_bytes: of what the segment saves, what is never there together with the rest while
+            its backward runs, as it comes back when it is asked for.
         forward_seconds: more than the segment's own.
         backward_seconds: more than the segment's own: the recomputation, for one.
         holds_output: keeps its own result, where it saves it.
@@ -88,8 +92,9 @@ class Option:
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     last_bytes: float | None = None
-    burst_bytes: float = 0.0
+    beside_bytes: float = 0.0
     working_bytes: float = 0.0
+    spared_bytes: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     holds_output: bool = False
@@ -101,6 +106,11 @@ class Option:
     def late_bytes(self) -> float:
         """What waits for the link when the forward has ended, however fast that is."""
         return self.offload_bytes if self.last_bytes is None else self.last_bytes
+
+    @property
+    def returning_bytes(self) -> float:
+        """What its backward needs beside all that the segment saves; below 0 for less than that."""
+        return self.working_bytes - self.spared_bytes
 
 
 @dataclass(frozen=True)
@@ -176,8 +186,13 @@ class Chain:
         others = (self.in_flight - 1) * sum(o.resident_bytes for o in least)
         resident, floor, name = others, 0.0, ""
         for s, o in zip(self.segments, least, strict=True):
-            present = min(p.present_bytes for p in s.options)
-            need = max(present + s.forward_bytes, s.saved_bytes + s.backward_bytes)
+            need = min(
+                max(
+                    p.present_bytes + s.forward_bytes,
+                    s.saved_bytes + s.backward_bytes + p.returning_bytes,
+                )
+                for p in s.options
+            )
             if resident + need > floor:
                 floor, name = resident + need, s.name
             resident += o.resident_bytes

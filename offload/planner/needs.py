@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from offload.planner.model import Chain, Option, Segment
 from offload.planner.predict import Walk, caps
@@ -30,34 +31,47 @@ def laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
 def _uniform(profile: Profile, budgets: Budgets, action: str) -> Walk:
     """Every segment by one action."""
     chain = profile.chain(budgets)
+    if action.startswith("selective"):
+        entries = zip(chain.segments, profile.entries(), strict=True)
+        segments = tuple(
+            _with_guess(s, action, profile.segments[visit].small_bytes(profile.min_offload_bytes))
+            if visit >= 0
+            else s
+            for s, (_, visit) in entries
+        )
+        chain = replace(chain, segments=segments)
     return Walk(chain, uniform_choice(chain, action))
 
 
-def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
-    """Whether a pass in which every segment goes by this action keeps to the budgets.
-
-    What is selected is not known before it was measured: at most as much again as is saved.
+def _with_guess(segment: Segment, action: str, small_bytes: int) -> Segment:
+    """What is selected is not known before it was measured: at most as much again as is saved, and
+    what of that is too small to leave.
     """
-    walk = _uniform(profile, budgets, action)
-    selecting = action.startswith("selective")
-    rooms = [
-        min(walk.forward_rooms[i], walk.backward_rooms[i])
-        - (segment.saved_bytes if selecting and visit >= 0 else 0.0)
-        for i, (segment, visit) in enumerate(profile.entries())
-    ]
-    return walk.feasible and min(rooms) >= 0
+    if any(o.action == action for o in segment.options):
+        return segment
+    lean, saved_bytes = segment.options[-1], segment.saved_bytes
+    guess = replace(
+        lean,
+        action=action,
+        resident_bytes=lean.resident_bytes + small_bytes,
+        present_bytes=lean.present_bytes + saved_bytes,
+        working_bytes=lean.working_bytes + saved_bytes,
+    )
+    return replace(segment, options=(*segment.options, guess))
+
+
+def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
+    """Whether a pass in which every segment goes by this action keeps to the budgets."""
+    return _uniform(profile, budgets, action).feasible
 
 
 def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
     """For the gate, while every segment goes by one action, before there is a plan."""
     walk, entries = _uniform(profile, budgets, action), profile.entries()
-    needs = []
-    for i, (segment, visit) in enumerate(entries):
-        unknown = action.startswith("selective") and walk.options[i].action != action
-        spare = segment.saved_bytes if unknown and visit >= 0 else 0.0
-        need = need_of(walk, entries, i, max(0.0, caps(walk)[i] - spare))
-        needs.append((visit >= 0, need._replace(backward_bytes=need.backward_bytes + int(spare))))
-    return laid_out(needs)
+    rooms = caps(walk)
+    return laid_out(
+        (visit >= 0, need_of(walk, entries, i, rooms[i])) for i, (_, visit) in enumerate(entries)
+    )
 
 
 def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
@@ -86,7 +100,7 @@ def _appears(walk: Walk, i: int) -> float:
     """Bytes that backward of ``i`` adds to what stays."""
     segment, option = walk.chain.segments[i], walk.options[i]
     there = 0.0 if _is_computed_again(option) else min(option.resident_bytes, segment.saved_bytes)
-    return segment.saved_bytes - there + segment.backward_bytes + option.working_bytes
+    return segment.saved_bytes - there + segment.backward_bytes + option.returning_bytes
 
 
 def _is_computed_again(option: Option) -> bool:

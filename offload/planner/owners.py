@@ -45,13 +45,13 @@ class Owners:
         self._seen.update(new)
         return sum(new.values())
 
-    def own(self, i: int) -> list[int]:
+    def own(self, i: int) -> dict[int, int]:
         """Bytes of the storages that segment ``i`` owns, in the order they are saved."""
         s = self._segments[i]
-        return [n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i]
+        return {k: n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i}
 
     def saved_bytes(self, i: int) -> int:
-        return sum(self.own(i))
+        return sum(self.own(i).values())
 
     def later_bytes(self, i: int) -> int:
         """What segment ``i`` saves and what follows it owns: there while it runs, all the same."""
@@ -67,5 +67,5 @@ class Owners:
             n for k, n in own.items() if k in before and k not in self._gaps and self._last[k] == i
         )
 
-    def boundary(self, i: int) -> list[int]:
-        return [n for k, n in self._segments[i].boundary.items() if k not in self._gaps]
+    def boundary(self, i: int) -> dict[int, int]:
+        return {k: n for k, n in self._segments[i].boundary.items() if k not in self._gaps}

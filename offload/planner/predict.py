@@ -55,7 +55,7 @@ class Walk:
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.backward_rooms = [
-            budget - self.resident[i] - s.saved_bytes - s.backward_bytes - o.working_bytes
+            budget - self.resident[i] - s.saved_bytes - s.backward_bytes - o.returning_bytes
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.host_rooms = [
@@ -132,8 +132,9 @@ def _forward(walk: Walk) -> tuple[list[float], float, float]:
         writes = max(0.0, writes - chain.write_rate * stall)
         seconds = s.forward_seconds + o.forward_seconds
         before, queue = queue, _after(queue, o, chain.out_rate * seconds)
-        there = walk.resident[i] + max(0.0, o.present_bytes - o.offload_bytes)
-        peak = max(peak, there + max(before, queue) + o.burst_bytes + s.forward_bytes)
+        # What it saves appears while the queue that it has found passes: one of both ends.
+        grown = max(before, o.resident_bytes + o.beside_bytes + queue)
+        peak = max(peak, walk.resident[i] + grown + s.forward_bytes)
         writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
         stalls.append(stall)
     return stalls, queue, peak

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment
@@ -50,20 +49,25 @@ class SegmentProfile:
     Attributes:
         saved: bytes of each storage it saves, by its number in the pass, in order.
         boundary: the same of its inputs.
+        spans: the first and the last operation that saves each of ``saved``.
         selective: the same of what is held where only what is cheap is computed again; ``None``:
             not measured.
         before: saved between the segment before and this one.
         seconds: by action, the least seconds of forward, backward and recomputation.
         before_seconds: between the segment before and this one.
+        passing_bytes: most of it that is there at one time while its forward runs and all that it
+            saves leaves; ``None``: not measured.
     """
 
     key: str
     saved: dict[int, int] = field(default_factory=dict)
     boundary: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     selective: dict[int, int] | None = None
     before: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     before_seconds: float = math.inf
+    passing_bytes: int | None = None
     extra_bytes: int = 0  # of ``selective``, what is not among what it saves
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
@@ -72,6 +76,10 @@ class SegmentProfile:
     def kind(self) -> tuple[int, ...]:
         """The same for segments that do the same, as far as their bytes tell."""
         return (*self.saved.values(), -1, *self.boundary.values())
+
+    def small_bytes(self, least: int) -> int:
+        """Of what it saves, what is smaller than ``least``."""
+        return sum(n for n in self.saved.values() if n < least)
 
     def measured(self, action: str, forward: float, backward: float, again: float) -> None:
         """Take note of one visit's times."""
@@ -244,33 +252,34 @@ class _Options:
         tiers = [profile.slow]
         if profile.slow == "host" and profile.links.disk_write and profile.links.disk_read:
             tiers.append("disk")
-        saved = sum(self._own)
-        made = [self._option("keep", saved, [], saved)]
+        saved = sum(self._own.values())
+        made = [self._option("keep", saved, {}, saved)]
         shares = _FRACTIONS if len(profile.segments) < _FRACTIONS_BELOW else ()
         for tier in tiers:
             made += [self._partly(tier, share) for share in shares if len(self._own) > 1]
             made.append(self._away(tier, self._own))
         if self._s.selective:
-            held = list(self._s.selective.values())
-            made.append(self._option("selective+keep", sum(held), [], sum(held)))
+            held = self._s.selective
+            held_bytes = sum(held.values())
+            made.append(self._option("selective+keep", held_bytes, {}, held_bytes))
             made += [self._away(f"selective+{tier}", held) for tier in tiers]
-        boundary = sum(self._boundary)
-        made.append(self._option("recompute", boundary, [], boundary))
+        boundary = sum(self._boundary.values())
+        made.append(self._option("recompute", boundary, {}, boundary))
         made += [self._away(f"recompute+{tier}", self._boundary) for tier in tiers]
         return tuple(made)
 
-    def _away(self, action: str, storages: Sequence[int]) -> Option:
-        least = self._profile.min_offload_bytes
-        leaving = [n for n in storages if n >= least]
-        return self._option(action, sum(storages) - sum(leaving), leaving, sum(storages))
+    def _away(self, action: str, storages: dict[int, int]) -> Option:
+        least, saved = self._profile.min_offload_bytes, sum(storages.values())
+        leaving = {k: n for k, n in storages.items() if n >= least}
+        return self._option(action, saved - sum(leaving.values()), leaving, saved)
 
     def _partly(self, tier: str, share: float) -> Option:
         """The first so much of what it saves; backward wants the rest first."""
-        least, saved = self._profile.min_offload_bytes, sum(self._own)
-        leaving, gone = [], 0
-        for nbytes in self._own:
+        least, saved = self._profile.min_offload_bytes, sum(self._own.values())
+        leaving, gone = {}, 0
+        for number, nbytes in self._own.items():
             if nbytes >= least and gone + nbytes <= share * saved:
-                leaving.append(nbytes)
+                leaving[number] = nbytes
                 gone += nbytes
         return self._option(f"{tier}:{share:.0%}", saved - gone, leaving, saved)
 
@@ -278,40 +287,50 @@ class _Options:
         self,
         action: str,
         resident: int,
-        leaving: Sequence[int],
+        leaving: dict[int, int],
         present: int,
     ) -> Option:
-        away = sum(leaving)
+        pieces = tuple(leaving.values())
+        away, largest, last = sum(pieces), max(pieces, default=0), pieces[-1] if pieces else 0
         on_cpu = self._profile.slow == "disk"
         name = action.partition(":")[0]
         ahead, back = self._extra(name, away)
         if name != action:  # a part costs a part
-            share = away / max(1, sum(self._own))
+            share = away / max(1, sum(self._own.values()))
             ahead, back = share * ahead, share * back
         kind, _, tier = name.partition("+")
         bound = tier or kind
         again = kind in ("recompute", "selective")
+        last = last if name == action else 0  # a part is what it saves first
+        if on_cpu:  # the original and its slot are both there while one is copied to the other
+            present, beside = present + largest, 2 * largest
+        else:
+            lean = self._lean_bytes if again else 0
+            present, beside = present + lean, lean
+        passing = self._s.passing_bytes if leaving and not again else None
+        if passing is not None:  # else its forward may hold on to all that it saved
+            present = min(present, resident + max(passing, beside + last))
+            if name == action:
+                beside = max(beside, passing - last)
         return Option(
             action,
             resident_bytes=resident,
             offload_bytes=away,
-            # On the cpu the original and its slot are both there while one is copied to the other,
-            # perhaps at the end of a forward that still uses all that it saved.
-            present_bytes=present
-            + (max(leaving, default=0) if on_cpu else 0)
-            + (self._lean_bytes if again and not on_cpu else 0),
-            # A part is what it saves first.
-            last_bytes=leaving[-1] if leaving and name == action else 0,
-            burst_bytes=max(leaving, default=0) if on_cpu else 0,
+            present_bytes=present,
+            last_bytes=last,
+            beside_bytes=beside,
             host_bytes=away if bound == "host" else 0,
             disk_bytes=away if bound == "disk" else 0,
             working_bytes=self._s.extra_bytes if kind == "selective" else 0,
+            spared_bytes=away - _most_at_once(leaving, self._s.spans)
+            if on_cpu and not again
+            else 0,
             forward_seconds=ahead,
             backward_seconds=back,
             holds_output=kind == "keep" or name != action,  # its result is what it saves last
             frees_input=away > 0,  # and its input what it saves first
             whole=again or not leaving,
-            pieces=tuple(leaving),
+            pieces=pieces,
         )
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:
@@ -337,15 +356,33 @@ def _base_seconds(seconds: dict[str, tuple[float, float, float]]) -> tuple[float
     return min(r[0] for r in rows), min(r[1] for r in rows)
 
 
+def _most_at_once(storages: dict[int, int], spans: dict[int, tuple[int, int]]) -> int:
+    """The most of ``storages`` that backward needs at one time, where each comes when the last
+    operation that has saved it asks for it, and goes when the first has run.
+    """
+    changes = []
+    for number, nbytes in storages.items():
+        first, last = spans.get(number, (-1, 1 << 62))  # not seen: all the while
+        changes += [(last, nbytes), (first - 0.5, -nbytes)]
+    there = most = 0
+    for _, change in sorted(changes, reverse=True):
+        there += change
+        most = max(most, there)
+    return most
+
+
 def _note_bytes(known: SegmentProfile, visit: Visit) -> None:
     kind = visit.action.partition("+")[0]
     if kind == "recompute" and sum(visit.saved.values()) >= max(1, sum(known.saved.values())):
         known.saved, known.boundary, known.before = visit.saved, visit.held, visit.before
+        known.spans = visit.spans
         known.forward_peak_bytes = visit.forward_peak_bytes
         known.backward_peak_bytes = visit.backward_peak_bytes
     elif kind == "selective" and visit.held:
         known.selective = visit.held
         known.extra_bytes = sum(n for k, n in visit.held.items() if k not in visit.saved)
+    elif visit.passing_bytes:
+        known.passing_bytes = max(known.passing_bytes or 0, visit.passing_bytes)
 
 
 def _gap(name: str, forward: float, saved: int, backward: float = 0.0) -> Segment:

@@ -111,7 +111,10 @@ class Visit:
         recomputed: stamps around each recomputation.
         saved: bytes of each storage that its forward saves, by number.
         held: bytes of each storage that is handed over to be held: what the action leaves of them.
+        spans: the first and the last operation that saves each of ``saved``, by their numbers.
         before: the same of what was saved between the segment before and this one.
+        passing_bytes: most of it that was in memory at one time while its forward ran and what it
+            saved left; of an accelerator, ``forward_peak_bytes`` is looked at.
         forward_peak_bytes, backward_peak_bytes: most of the allocator above the beginning.
     """
 
@@ -124,11 +127,19 @@ class Visit:
     recomputed: list[tuple[Any, Any]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
+    passing_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
-    start_bytes: int = 0  # of the allocator, when either began
+    start_bytes: int = 0  # in use when either began
     gradient_bytes: int = 0  # of parameters, that this backward makes
+
+    def note_saved(self, number: int, nbytes: int, operation: int) -> None:
+        """The operation with this number saves a storage."""
+        self.saved.setdefault(number, nbytes)
+        first, _ = self.spans.get(number, (operation, operation))
+        self.spans[number] = (first, operation)
 
 
 @dataclass
