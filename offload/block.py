@@ -304,11 +304,19 @@ class Block:
             self.slot, self.copied, self.device, self.subject
         )
         self._device_ref = StorageWeakRef(self._device)  # type: ignore[no-untyped-call]
+        self._begin_generation()
+        return self._device
+
+    def hold(self, storage: torch.UntypedStorage, reservation: Reservation) -> None:
+        """Keep the resident storage, which somebody else may let go of, as if it was reloaded."""
+        self._device, self.reservation = storage, reservation
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
         self.generation += 1
         self._served = 0
         if len(self.tickets) > 1:
             self._prune()
-        return self._device
 
     def release_slot(self) -> None:
         """HOST -> DISK: the bytes came from there and are there still."""
@@ -345,6 +353,11 @@ class Block:
             if storage is not None and storage.nbytes() != self.nbytes:
                 return None
         return storage
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether the resident storage stays whatever others do."""
+        return self._device is not None
 
     @property
     def arrived(self) -> bool:

@@ -48,14 +48,18 @@ class Inbound:
             return True  # fetched already, about to be reloaded
         # Whoever keeps the original alive may let go of it: a slot that is still there is better.
         in_slot = lane.host_is_device and state is not State.DISK
-        if not in_slot and block.resident() is not None:
+        there = block.resident() if not in_slot else None
+        if there is not None and block.holds_device:
             return True
         if not common.gate.may_prefetch(block.segment, block.padded_bytes, self.early()):
             return False
         hold = self._room(block)
         if hold is None:
             return False
-        if state is State.DISK:
+        if there is not None:
+            block.hold(there, hold)  # for the same reason; with its room, as it would be read else
+            common.counters.forwarded_bytes += block.nbytes
+        elif state is State.DISK:
             slot = common.host.slot(block.nbytes)
             if slot is None:
                 return False

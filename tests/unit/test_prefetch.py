@@ -349,3 +349,21 @@ def test_small_tensors_take_whole_slots_of_the_windows(open_session, any_engine:
         x.grad = None
         # The windows, and what the operators at work have asked for.
         assert 0 < step.report.peak_arena_bytes <= (2 + 4 + 2) * page_bytes
+
+
+def test_what_somebody_lets_go_of_before_it_is_asked_for_is_there(
+    open_session, any_engine: str
+) -> None:
+    """Held when the prefetcher looks at it, it need not be read; but then it has to stay."""
+    session = open_session(engine=any_engine, **AMPLE)
+    x = rand(64, 64).requires_grad_()
+    with session.step() as step:
+        holding = [x * 2]
+        y = holding[0].sin()  # saves what is held
+        y.register_hook(lambda _: holding.clear())
+        z = y.sin()  # saves y, which backward asks for first
+        del y
+        drain(session)
+        z.sum().backward()
+    assert step.report.misses == 1
+    assert torch.equal(x.grad, (2 * (x * 2).cos() * (x * 2).sin().cos()).detach())
