@@ -307,7 +307,7 @@ class Session:
             if self._hooks.live_blocks == 0 and not self._tiers.in_child:
                 self._tiers.close()
         if self._planned is not None:
-            self._planned.leave()
+            self._planned.remove()
         if self._reporter.is_open and not self._tiers.in_child:
             self._reporter.close(StepReport.of([] if newest is None else [newest]))
         self._warn(failure)

@@ -63,6 +63,7 @@ class Planned:
                 group=None if alone else agreement_on(model, ", ".join(names)),
                 links=remembered_links(config),
             )
+        self._is_removed = False
         self._controller = Controller(model, names, hooks, tiers, in_step, self._scheme)
 
     @property
@@ -91,15 +92,16 @@ class Planned:
         self._controller.end_step()
 
     def remove(self) -> None:
-        """Make model and session what they were. May be called twice."""
-        self.leave()
+        """Make model and session what they were. May be called twice; a session that closes does
+        it.
+        """
+        if self._is_removed:
+            return
+        self._is_removed = True
+        if self.auto is not None:
+            self.auto.leave()  # other ranks are to wait for this one no more
         self._controller.remove()
         self._removed()
-
-    def leave(self) -> None:
-        """Other ranks are to wait for this one no more; called by the session when it closes."""
-        if self.auto is not None:
-            self.auto.leave()
 
     def __enter__(self) -> Planned:
         return self

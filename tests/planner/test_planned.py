@@ -130,6 +130,17 @@ def test_workloads(name: str, share: float, open_session: Opener) -> None:
     assert meter.peak_bytes <= budget
 
 
+def test_a_session_that_closes_takes_its_plan_along(open_session: Opener) -> None:
+    model = Net()
+    for _ in range(2):  # twice: the second finds the model as it was
+        with open_session(device="cpu", device_budget="1MiB") as session:
+            planned = session.apply(model, "auto")
+            with session.step():
+                model(rand(64, 8)).sum().backward()
+        assert type(model.blocks[0]) is Block
+        planned.remove()  # it has gone already
+
+
 def test_new_shapes_are_measured_and_planned_by_themselves(open_session: Opener) -> None:
     sizes = [64] * 8 + [32] * 8 + [64] * 2
     expected = train(Net(), contextlib.nullcontext, sizes)
