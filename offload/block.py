@@ -29,7 +29,6 @@ import weakref
 from enum import Enum, auto
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.budget import Reservation
 from offload.engines import Request, Slot, padded
@@ -39,6 +38,7 @@ from offload.layout import TensorLayout, with_bits
 from offload.placement import Placement
 from offload.store import DiskStore, Extent
 from offload.trace import Subject
+from offload.weak import StorageRef
 
 
 class State(Enum):
@@ -52,7 +52,6 @@ class State(Enum):
     FETCHING = auto()
 
 
-_revived = torch.UntypedStorage._new_with_weak_ptr
 _block_ids = itertools.count()
 _FEW_TICKETS = 16
 
@@ -186,7 +185,7 @@ class Block:
         # Held for as long as the block lives: while it is, torch does not give the storage's
         # address to another one, so the address is a safe key. It also finds the original if
         # somebody keeps it alive.
-        self._origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._origin = StorageRef(storage)
         self._device_ref = self._origin
 
     def asked_by(self, ticket: Ticket) -> Subject:
@@ -204,7 +203,8 @@ class Block:
 
     def offload(self, lane: Lane, slot: Slot, *, checksum: bool) -> None:
         """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
-        self._expect(State.LIVE)
+        if self.state is not State.LIVE:
+            raise self._unexpected(State.LIVE)
         assert self._device is not None
         self.copied, self.checksum = lane.copy_out(
             slot, self._device, self.produced, checksum=checksum, about=self.subject
@@ -218,7 +218,8 @@ class Block:
 
         -> LIVE, and False, if it was resized meanwhile: what was copied may not be what it had.
         """
-        self._expect(State.OFFLOADING)
+        if self.state is not State.OFFLOADING:
+            raise self._unexpected(State.OFFLOADING)
         original = self._device
         assert original is not None
         if original.nbytes() != self.nbytes or original.data_ptr() != self._source_address:
@@ -232,14 +233,16 @@ class Block:
 
     def host_slot(self, lane: Lane) -> Slot:
         """The slot, for host code that is about to read it. Waits for the copy out."""
-        self._expect(State.HOST)
+        if self.state is not State.HOST:
+            raise self._unexpected(State.HOST)
         assert self.slot is not None
         lane.host_reads(self.slot, self.copied)
         return self.slot
 
     def spill(self, store: DiskStore, extent: Extent) -> Request:
         """HOST -> SPILLING: start writing the slot, which ``host_slot`` gave, to ``extent``."""
-        self._expect(State.HOST)
+        if self.state is not State.HOST:
+            raise self._unexpected(State.HOST)
         assert self.slot is not None
         self.request = store.write(self.slot, extent)
         self.extent = extent
@@ -250,7 +253,8 @@ class Block:
         """SPILLING -> DISK: the bytes are on the disk, the slot may go. Raises ``OSError`` and ->
         HOST if not.
         """
-        self._expect(State.SPILLING)
+        if self.state is not State.SPILLING:
+            raise self._unexpected(State.SPILLING)
         assert self.request is not None
         try:
             self.request.wait()
@@ -273,7 +277,8 @@ class Block:
         reservation: Reservation | None,
     ) -> Request:
         """DISK -> FETCHING: start reading the extent into ``slot``."""
-        self._expect(State.DISK)
+        if self.state is not State.DISK:
+            raise self._unexpected(State.DISK)
         assert self.extent is not None
         lane.host_writes(slot)
         self.request = store.read(slot, self.extent, urgent=urgent, checksum=self.checksum)
@@ -284,7 +289,8 @@ class Block:
 
     def settle_fetch(self) -> None:
         """FETCHING -> HOST, waiting for the read. Raises ``OSError`` and -> DISK if it failed."""
-        self._expect(State.FETCHING)
+        if self.state is not State.FETCHING:
+            raise self._unexpected(State.FETCHING)
         assert self.request is not None
         try:
             self.request.wait()
@@ -297,13 +303,13 @@ class Block:
 
     def reload(self, lane: Lane) -> torch.UntypedStorage:
         """Make a device copy of the host bytes. The state stays: it names the copy that lasts."""
-        if self.state is not State.SPILLING:
-            self._expect(State.HOST)
+        if self.state is not State.HOST and self.state is not State.SPILLING:
+            raise self._unexpected(State.HOST)
         assert self.slot is not None
         self._device, self._arrived = lane.copy_in(
             self.slot, self.copied, self.device, self.subject
         )
-        self._device_ref = StorageWeakRef(self._device)  # type: ignore[no-untyped-call]
+        self._device_ref = StorageRef(self._device)
         self._begin_generation()
         return self._device
 
@@ -320,7 +326,8 @@ class Block:
 
     def release_slot(self) -> None:
         """HOST -> DISK: the bytes came from there and are there still."""
-        self._expect(State.HOST)
+        if self.state is not State.HOST:
+            raise self._unexpected(State.HOST)
         if self.extent is None:
             raise StateError(f"block {self.id} has no other copy than its slot")
         self.slot = None
@@ -347,12 +354,13 @@ class Block:
             return self._device
         # FSDP empties the storages of parameters; nothing of that kind becomes a block, but look
         # at the size anyway.
-        storage = _revived(self._origin.cdata)
-        if storage is None or storage.nbytes() != self.nbytes:
-            storage = _revived(self._device_ref.cdata)
-            if storage is not None and storage.nbytes() != self.nbytes:
-                return None
-        return storage
+        storage = self._origin.storage()
+        if storage is not None and storage.nbytes() == self.nbytes:
+            return storage
+        if self._device_ref is self._origin:
+            return None
+        storage = self._device_ref.storage()
+        return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     @property
     def holds_device(self) -> bool:
@@ -403,9 +411,7 @@ class Block:
             self._served += 1
         return True
 
-    def _expect(self, state: State) -> None:
-        if self.state is not state:
-            raise StateError(
-                f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected "
-                f"{state.name}"
-            )
+    def _unexpected(self, expected: State) -> StateError:
+        return StateError(
+            f"block {self.id} of {self.nbytes} bytes is {self.state.name}, expected {expected.name}"
+        )

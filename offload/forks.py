@@ -2,23 +2,14 @@
 
 import os
 
-_generation = 0
+# How many forks lie between this process and the one that imported this module. A name of the
+# module and no function, as it is looked at twice for each saved tensor.
+generation = 0
 
 
 def _count() -> None:
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
 
 
 os.register_at_fork(after_in_child=_count)
-
-
-def generation() -> int:
-    """How many forks lie between this process and the one that imported this module.
-
-    Example:
-        >>> mine = generation()
-        >>> mine == generation()  # as long as this is the same process
-        True
-    """
-    return _generation

@@ -378,5 +378,5 @@ def _measured(done: Pass, counters: Counters) -> Measured:
         stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
         misses=counters.misses + counters.lates,
         moved_bytes=counters.offloaded_bytes,
-        transfer_seconds=total_ns(merged(counters.transfers)) / 1e9,
+        transfer_seconds=total_ns(counters.transfers) / 1e9,
     )

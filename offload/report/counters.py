@@ -3,8 +3,9 @@
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import chain
 
-from offload.trace import TRANSFERS, Interval, Subject
+from offload.trace import TRANSFERS, Interval, Subject, merged
 
 _MAX_INTERVALS = 1 << 16  # per step; beyond it the oldest no longer count towards the overlap
 _MAX_WAITED_FOR = 1 << 10  # different things a step waits for; beyond it they count without a name
@@ -64,10 +65,14 @@ class Counters:
     peak_disk_bytes: int = 0
     warnings: "Counter[str]" = field(default_factory=Counter)
     lanes: dict[str, LaneCounters] = field(default_factory=_lanes)
-    transfers: "deque[Interval]" = field(default_factory=_intervals)  # of all lanes
     # When the computation did not run for our sake: it waited, or its thread made a copy.
     waits: "deque[Interval]" = field(default_factory=_intervals)
     waited_for: dict[tuple[str, Subject], WaitCounters] = field(default_factory=dict)
+
+    @property
+    def transfers(self) -> list[Interval]:
+        """When anything was on its way on any lane: disjoint and sorted."""
+        return merged(chain.from_iterable(lane.intervals for lane in self.lanes.values()))
 
     def wait(self, kind: str, start_ns: int, end_ns: int, about: Subject) -> None:
         """Count a wait; ``kind`` is ``"stall"`` or ``"backpressure"``."""

@@ -315,7 +315,7 @@ def _wait_of(kind: str, about: Subject, counters: WaitCounters) -> Wait:
 
 
 def _report_of_one(c: Counters) -> StepReport:
-    transfers, waits = merged(c.transfers), merged(c.waits)
+    transfers, waits = c.transfers, merged(c.waits)
     transfer_ns = total_ns(transfers)
     ended_ns = c.ended_ns or time.perf_counter_ns()
     counted = {f.name: getattr(c, f.name) for f in fields(StepReport) if hasattr(c, f.name)}

@@ -18,12 +18,11 @@ from collections.abc import Callable
 
 import torch
 
-from offload import pool
+from offload import forks, pool
 from offload.block import Block, State, Ticket
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
-from offload.forks import generation
 from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.report import Counters
@@ -49,7 +48,7 @@ class Tiers:
         lane: Callable[[Engine], Lane] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self._generation = generation()
+        self._generation = forks.generation
         self._config = config
         if config.device.type == "cpu":
             pool.use_pool(config.allocator)
@@ -104,7 +103,7 @@ class Tiers:
 
         Its memory holds neither the parent's slots nor its threads, and the file is the parent's.
         """
-        return self._generation != generation()
+        return self._generation != forks.generation
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on, and try the disk again if it had failed."""
@@ -236,7 +235,7 @@ def _let_go(born: int, lane: Lane, host: HostTier) -> None:
     """The last of a session and its graphs is about to die, perhaps unclosed: see its copies out
     before their memory goes.
     """
-    if generation() == born:
+    if forks.generation == born:
         with contextlib.suppress(RuntimeError):  # of the device; whoever uses it next is told
             lane.drain()
         host.close()

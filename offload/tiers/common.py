@@ -65,16 +65,13 @@ class Common:
         self, lane: str, nbytes: int, start_ns: int, end_ns: int, about: Subject, *, waited: bool
     ) -> None:
         """Count a transfer that has completed. ``waited``: the thread that trains made it."""
-        self.trace.emit(lane, about.block, nbytes, start_ns, end_ns, about)
-        counters = self.counters
-        figures = counters.lanes[lane]
+        self.trace.add((lane, about.block, nbytes, start_ns, end_ns, about))
+        figures = self.counters.lanes[lane]
         figures.nbytes += nbytes
         figures.operations += 1
-        span = (start_ns, end_ns)
-        figures.intervals.append(span)
-        counters.transfers.append(span)
+        figures.intervals.append((start_ns, end_ns))
         if waited:
-            counters.waits.append(span)
+            self.counters.waits.append((start_ns, end_ns))
 
     def waited(self, kind: str, start_ns: int, end_ns: int, about: Subject) -> None:
         """Count time that the computation has waited; ``kind`` is one of ``WAITS``."""
@@ -116,4 +113,4 @@ class Common:
             counters.peak_arena_bytes = held_bytes
         if live_bytes > counters.peak_live_bytes:
             counters.peak_live_bytes = live_bytes
-        self.trace.sample(live_bytes, held_bytes, self.store.used_bytes)
+        self.trace.add_sample((now_ns(), live_bytes, held_bytes, self.store.used_bytes))

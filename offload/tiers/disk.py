@@ -11,7 +11,7 @@ from offload.engines import Request, Slot
 from offload.errors import StorageError
 from offload.store import Extent
 from offload.tiers.common import Common
-from offload.trace import Subject, ranged
+from offload.trace import Subject, in_range
 
 
 class Transfer(NamedTuple):
@@ -51,8 +51,7 @@ class DiskTier:
         slot = block.host_slot(common.lane)
         if common.config.verify and block.checksum is None:  # the device copied, not we
             block.checksum = common.engine.checksum(slot)
-        with ranged("offload::spill"):
-            request = block.spill(self.store, extent)
+        request = in_range("offload::spill", block.spill, self.store, extent)
         self.writes.append(
             Transfer(request, slot, extent, hold, weakref.ref(block), True, block.subject)
         )
@@ -64,10 +63,15 @@ class DiskTier:
         """DISK -> FETCHING; urgent if it was not foreseen (``hold`` is ``None``)."""
         assert block.extent is not None
         extent = block.extent
-        with ranged("offload::fetch"):
-            request = block.fetch(
-                self._common.lane, self.store, slot, urgent=hold is None, reservation=hold
-            )
+        request = in_range(
+            "offload::fetch",
+            block.fetch,
+            self._common.lane,
+            self.store,
+            slot,
+            urgent=hold is None,
+            reservation=hold,
+        )
         self.reads.append(
             Transfer(request, slot, extent, None, weakref.ref(block), False, block.subject)
         )

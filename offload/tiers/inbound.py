@@ -13,7 +13,7 @@ from offload.budget import Budget, Reservation
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound
-from offload.trace import ranged
+from offload.trace import in_range
 
 
 class Inbound:
@@ -157,8 +157,7 @@ class Inbound:
 
     def _reload(self, block: Block) -> torch.UntypedStorage:
         lane = self._common.lane
-        with ranged("offload::reload"):
-            storage = block.reload(lane)
+        storage = in_range("offload::reload", block.reload, lane)
         if not lane.host_is_device:
             self._common.begun("reload", max(1, lane.in_flight[1]))
         self._common.counters.reloaded_bytes += block.nbytes

@@ -22,7 +22,7 @@ from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
-from offload.trace import NOTHING, now_ns, ranged
+from offload.trace import NOTHING, in_range, now_ns
 
 
 class _Leaving(NamedTuple):
@@ -153,8 +153,7 @@ class Outbound:
         slot, hold = room
         common.sample()  # here the original and its slot are both alive
         start_ns = now_ns()
-        with ranged("offload::offload"):
-            block.offload(lane, slot, checksum=common.config.verify)
+        in_range("offload::offload", block.offload, lane, slot, checksum=common.config.verify)
         counters.offloaded_blocks += 1
         counters.offloaded_bytes += block.nbytes
         if lane.host_is_device:  # the copy is made, by this thread

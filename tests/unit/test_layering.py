@@ -12,7 +12,7 @@ PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
     {"errors", "figures", "files", "interrupts", "optionfile", "tables", "units"}
-    | {"trace", "layout", "live", "freelist", "forks", "pool", "_native"},
+    | {"trace", "layout", "live", "weak", "freelist", "forks", "pool", "_native"},
     {"config", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},

@@ -21,7 +21,7 @@ def counters(**values: object) -> Counters:
 def test_one_step() -> None:
     c = counters(offloaded_bytes=10, hits=3, stall_ns=500_000_000, backpressure_ns=250_000_000)
     c.kept_bytes["small"] = 7
-    c.transfers.extend([(0, 100), (50, 150), (300, 350)])  # 200 ns in all
+    c.lanes["spill"].intervals.extend([(0, 100), (50, 150), (300, 350)])  # 200 ns in all
     c.waits.extend([(100, 320), (340, 400)])  # 50 + 20 + 10 of them
     c.warnings["disk full"] += 2
     report = StepReport.of([c])
@@ -35,10 +35,10 @@ def test_one_step() -> None:
 
 def test_sums_peaks_and_weighted_overlap() -> None:
     a = counters(read_bytes=1, peak_arena_bytes=5, peak_disk_bytes=1, misses=1)
-    a.transfers.append((0, 100))
+    a.lanes["spill"].intervals.append((0, 100))
     a.kept_bytes.update(small=1, error=2)
     b = counters(read_bytes=2, peak_arena_bytes=3, peak_disk_bytes=9, misses=2)
-    b.transfers.append((0, 300))
+    b.lanes["spill"].intervals.append((0, 300))
     b.waits.append((0, 300))
     b.kept_bytes.update(small=4)
     both = StepReport.of([a, b])
@@ -199,7 +199,6 @@ def test_bytes_of_lanes_are_what_the_kernel_counted(open_session, engine: str) -
 
 def test_the_copy_of_the_thread_that_trains_is_not_hidden() -> None:
     c = counters()
-    c.transfers.extend([(0, 100), (200, 300)])
     c.lanes["offload"].intervals.append((0, 100))
     c.lanes["spill"].intervals.append((200, 300))
     c.waits.append((0, 100))
