@@ -85,7 +85,7 @@ class VersionWitness:
 
     def check(self, layout: TensorLayout) -> None:
         """Raise ``ModifiedInPlaceError`` if it was, as torch would."""
-        if self.modified:
+        if self.counter._version != self._version:
             raise modified_in_place(layout, self.counter._version, self._version)
 
 

@@ -25,7 +25,7 @@ from offload.config import Config
 from offload.dtensor import Wrapper, part_of
 from offload.layout import TensorLayout
 from offload.live import is_parameter_like
-from offload.placement import Placement, Policy, SavedTensor
+from offload.placement import Placement, Policy, SavedTensor, offload_all
 from offload.prefetch import Prefetcher
 from offload.registry import Registry
 from offload.report import Counters
@@ -33,6 +33,7 @@ from offload.scopes import Scopes
 from offload.tiers import Tiers
 
 _graph_task_id = torch._C._current_graph_task_id
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 Watch = Callable[[torch.Tensor, torch.UntypedStorage], None]
 HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -184,7 +185,7 @@ class Hooks:
             return None
         if is_parameter_like(tensor) or _is_cast_of_parameter(tensor):
             return self._kept("parameter", nbytes)
-        if _is_part_of_data(tensor, nbytes):
+        if tensor._base is not None and _is_part_of_data(tensor, nbytes):
             return self._kept("view", nbytes)
         if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor, storage):
             return self._pack_part(tensor, nbytes)
@@ -217,11 +218,7 @@ class Hooks:
         """What the rule in force says, else the policy; but nothing stays beyond the budget."""
         placement = self._asked.placement
         if placement is None:
-            placement = self.policy(
-                SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
-            )
-            if not isinstance(placement, Placement):
-                raise TypeError(f"the policy returned {placement!r}; return a Placement")
+            placement = self._by_policy(tensor, nbytes)
         if storage._cdata in self.held:
             return Placement.KEEP
         if self._asked.left_bytes is not None and placement is not Placement.KEEP:
@@ -230,6 +227,15 @@ class Hooks:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
             return Placement.DISK if tensor.is_cpu else Placement.HOST
+        return placement
+
+    def _by_policy(self, tensor: torch.Tensor, nbytes: int) -> Placement:
+        if self.policy is offload_all:  # needs no description of the tensor
+            return Placement.DISK if tensor.is_cpu else Placement.HOST
+        described = SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
+        placement = self.policy(described)
+        if not isinstance(placement, Placement):
+            raise TypeError(f"the policy returned {placement!r}; return a Placement")
         return placement
 
     def _partly(
@@ -339,7 +345,7 @@ def _has_plain_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> boo
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not _is_functorch_wrapped(tensor)
         and storage.data_ptr() != 0
     )
 

@@ -39,8 +39,10 @@ class TensorLayout(NamedTuple):
         """
         bare = torch.empty(0, dtype=self.dtype, device=storage.device)
         bare.set_(storage, self.storage_offset, self.size, self.stride)
+        if self.conjugate or self.negative:
+            bare = with_bits(bare, self.conjugate, self.negative)
         tensor = counter.detach()
-        tensor.data = with_bits(bare, self.conjugate, self.negative)
+        tensor.data = bare
         return tensor
 
     def __str__(self) -> str:

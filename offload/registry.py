@@ -34,7 +34,8 @@ class Registry:
 
     def add(self, key: Key, block: Block) -> None:
         """``block`` is found under ``key`` from now on."""
-        self._forget_dead()
+        if self._dead:
+            self._forget_dead()
         known = _Known(block, self._dead.append)
         known.key = key
         self._known[key] = known

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from offload import forks, pool
-from offload.block import Block, State, Ticket
+from offload.block import Block, State
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
@@ -63,6 +63,7 @@ class Tiers:
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk, self.outbound)
+        self.prefetch, self.take = self.inbound.prefetch, self.inbound.take
         weakref.finalize(self, _let_go, self._generation, self.common.lane, host).atexit = False
 
     @property
@@ -178,7 +179,8 @@ class Tiers:
         with self.lock:
             if self.common.live.track(storage) and not self.in_child:
                 self.outbound.poll()  # slots of what has been written, originals that were copied
-                self.outbound.make_room_for_next(storage.nbytes())
+                if self.gate.limit_bytes is not None:
+                    self.outbound.make_room_for_next(storage.nbytes())
             self.common.sample()
 
     def uncount(self, storage: torch.UntypedStorage) -> None:
@@ -194,10 +196,6 @@ class Tiers:
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""
         self.outbound.poll()
-
-    def prefetch(self, block: Block) -> bool:
-        """Bring ``block`` back before it is asked for; False if there is no room for it now."""
-        return self.inbound.prefetch(block)
 
     def demand(self, block: Block) -> torch.UntypedStorage | None:
         """Backward wants ``block`` now: start bringing it if it is not there or on its way.
@@ -217,18 +215,6 @@ class Tiers:
                 "the parent's; run forward and backward in one process"
             )
         return block.resident()
-
-    def take(self, ticket: Ticket, storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
-        """The device storage of the ticket's demanded block, ordered before the caller's work.
-
-        Args:
-            ticket: whose block it is.
-            storage: what ``demand`` gave.
-
-        Raises:
-            StorageError: the bytes could not be brought back.
-        """
-        return self.inbound.take(ticket, storage)
 
 
 def _let_go(born: int, lane: Lane, host: HostTier) -> None:

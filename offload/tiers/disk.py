@@ -113,20 +113,16 @@ class DiskTier:
         except OSError as e:
             self._count_failure(transfer, e)
         else:
-            self._count(transfer)
+            nbytes, lane = transfer.extent.nbytes, "fetch"
+            if transfer.is_write:
+                lane = "spill"
+                self._common.counters.written_bytes += nbytes
+            else:
+                self._common.counters.read_bytes += nbytes
+            self._common.moved(
+                lane, nbytes, request.start_ns, request.end_ns, transfer.about, waited=False
+            )
         transfers.popleft()
-
-    def _count(self, transfer: Transfer) -> None:
-        request, nbytes = transfer.request, transfer.extent.nbytes
-        if transfer.is_write:
-            lane = "spill"
-            self._common.counters.written_bytes += nbytes
-        else:
-            lane = "fetch"
-            self._common.counters.read_bytes += nbytes
-        self._common.moved(
-            lane, nbytes, request.start_ns, request.end_ns, transfer.about, waited=False
-        )
 
     def _count_failure(self, transfer: Transfer, e: OSError) -> None:
         counters, extent, block = self._common.counters, transfer.extent, transfer.block()

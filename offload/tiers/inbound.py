@@ -51,7 +51,10 @@ class Inbound:
         there = block.resident() if not in_slot else None
         if there is not None and block.holds_device:
             return True
-        if not common.gate.may_prefetch(block.segment, block.padded_bytes, self.early()):
+        gate = common.gate
+        if gate.limit_bytes is not None and not gate.may_prefetch(
+            block.segment, block.padded_bytes, self.early()
+        ):
             return False
         hold = self._room(block)
         if hold is None:
@@ -141,8 +144,11 @@ class Inbound:
         return storage
 
     def take(self, ticket: Ticket, storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
-        """The device storage of the ticket's block, ordered before the caller's work. ``storage``
-        is what ``demand`` gave.
+        """The device storage of the ticket's demanded block, ordered before the caller's work.
+
+        Args:
+            ticket: whose block it is.
+            storage: what ``demand`` gave.
 
         Raises:
             StorageError: the bytes could not be brought back.

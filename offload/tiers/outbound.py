@@ -71,15 +71,15 @@ class Outbound:
         self._tail_bytes += block.nbytes
         keep_bytes = common.config.keep_last_bytes if not common.gate.planned else 0
         self.shrink_tail(max(keep_bytes, block.nbytes) if keep_bytes else 0)
-        self.make_room_for_next(block.nbytes)
+        if common.gate.limit_bytes is not None:
+            self.make_room_for_next(block.nbytes)
 
     def make_room_for_next(self, nbytes: int) -> None:
         """After ``nbytes`` were saved. On the cpu a storage counts from when it is saved, and then
         it is too late to make room for it: the next may be as large as any of its segment.
         """
         largest_bytes = self._common.gate.note(nbytes)
-        if self._common.gate.limit_bytes is not None:
-            self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
+        self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
 
     def make_room(self, nbytes: int) -> None:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
@@ -145,8 +145,9 @@ class Outbound:
             reason = "error" if common.error is not None else "budget"
             counters.kept_bytes[reason] += block.nbytes
             return
-        self._make_room_for_slot(block)
-        room = self._room(block)
+        if common.gate.limit_bytes is not None:
+            self._make_room_for_slot(block)
+        room = self._room_now(block) or self._room(block)
         if room is None:
             counters.kept_bytes["budget"] += block.nbytes
             return
@@ -183,7 +184,8 @@ class Outbound:
         """Take note of what has completed. Never waits."""
         if self._copies or self._copied:
             self._settle_copies()
-        self._disk.poll()
+        if self._disk.writes or self._disk.reads:
+            self._disk.poll()
         for passage in self._common.lane.poll():
             self._common.note(passage)
 
@@ -227,18 +229,17 @@ class Outbound:
     # -- room -------------------------------------------------------------------------------------
 
     def _room(self, block: Block) -> tuple[Slot, Reservation] | None:
-        """A slot within the window; waits for others to make room. ``None``: waiting would not
-        help.
-        """
-        room = self._room_now(block)
-        if room is None:
-            with self._common.waiting("backpressure", block.subject):
-                while room is None and self._free_a_slot(block.nbytes):
-                    room = self._room_now(block)
+        """The same, once others have made room. ``None``: waiting would not help."""
+        room = None
+        with self._common.waiting("backpressure", block.subject):
+            while room is None and self._free_a_slot(block.nbytes):
+                room = self._room_now(block)
         return room
 
     def _room_now(self, block: Block) -> tuple[Slot, Reservation] | None:
-        """The same without a wait of the host: where copies are under way, the device waits."""
+        """A slot within the window, or ``None`` where the host would have to wait for one: where
+        copies are under way, the device waits.
+        """
         while True:
             hold = self.window.reserve(block.window_bytes, alone=True)
             slot = self._common.host.slot(block.nbytes) if hold is not None else None
