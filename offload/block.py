@@ -23,7 +23,6 @@ is in flight is held by whoever watches the request as well, so that neither mem
 is used again under a running transfer.
 """
 
-import functools
 import itertools
 import weakref
 from enum import Enum, auto
@@ -32,13 +31,13 @@ import torch
 
 from offload.budget import Reservation
 from offload.engines import Request, Slot, padded
-from offload.errors import ModifiedInPlaceError, StateError
+from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
-from offload.layout import TensorLayout, with_bits
+from offload.layout import TensorLayout
 from offload.placement import Placement
 from offload.store import DiskStore, Extent
 from offload.trace import Subject
-from offload.weak import StorageRef
+from offload.weak import StorageRef, VersionWitness
 
 
 class State(Enum):
@@ -54,48 +53,6 @@ class State(Enum):
 
 _block_ids = itertools.count()
 _FEW_TICKETS = 16
-
-
-@functools.cache
-def _nothing(device: torch.device, conjugate: bool, negative: bool) -> torch.Tensor:
-    """No bytes, of the same kind in the eyes of ``Tensor.data``."""
-    dtype = torch.complex64 if conjugate or negative else torch.float32
-    return with_bits(torch.empty(0, dtype=dtype, device=device), conjugate, negative)
-
-
-class VersionWitness:
-    """Tells whether a tensor was modified in place since, without holding its memory.
-
-    A detached alias shares the version counter of the tensor it came from; giving it other data
-    lets the memory go and leaves the counter. torch itself makes this check unless a saved-tensor
-    hook is active, so the hooks have to make it.
-    """
-
-    __slots__ = ("_version", "counter")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = tensor._version
-        self.counter = tensor.detach()
-        self.counter.data = _nothing(tensor.device, tensor.is_conj(), tensor.is_neg())
-
-    @property
-    def modified(self) -> bool:
-        """Whether the version counter has moved."""
-        return self.counter._version != self._version
-
-    def check(self, layout: TensorLayout) -> None:
-        """Raise ``ModifiedInPlaceError`` if it was, as torch would."""
-        if self.counter._version != self._version:
-            raise modified_in_place(layout, self.counter._version, self._version)
-
-
-def modified_in_place(layout: TensorLayout, version: int, expected: int) -> ModifiedInPlaceError:
-    """The error in torch's own words, so that what people search for is found."""
-    return ModifiedInPlaceError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{layout}] is at version {version}; expected version {expected} instead. "
-        "Hint: torch.autograd.set_detect_anomaly(True) finds the operation whose gradient failed"
-    )
 
 
 class Ticket:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from offload.block import Block, Ticket, VersionWitness, modified_in_place
+from offload.block import Block, Ticket
 from offload.config import Config
 from offload.dtensor import Wrapper, part_of
 from offload.layout import TensorLayout
@@ -31,6 +31,7 @@ from offload.registry import Registry
 from offload.report import Counters
 from offload.scopes import Scopes
 from offload.tiers import Tiers
+from offload.weak import VersionWitness, modified_in_place
 
 _graph_task_id = torch._C._current_graph_task_id
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

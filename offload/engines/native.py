@@ -39,7 +39,6 @@ class NativeEngine(Engine):
         return _native.crc32c(slot.address, slot.nbytes)
 
     def alias(self, slot: Slot) -> torch.UntypedStorage:
-        assert isinstance(slot, _native.Slot)
         return torch.frombuffer(slot, dtype=torch.uint8).untyped_storage()
 
     def reserve(self, end_bytes: int) -> None:
@@ -48,16 +47,14 @@ class NativeEngine(Engine):
         self._file.reserve(end_bytes)
 
     def write(self, slot: Slot, offset: int) -> Request:
-        assert isinstance(slot, _native.Slot)
         if self._queue is None:
             raise _closed()
-        return self._queue.write(slot, offset)
+        return self._queue.write(slot, offset)  # type: ignore[arg-type]  # a slot of our arena
 
     def read(self, slot: Slot, offset: int, *, urgent: bool, checksum: int | None) -> Request:
-        assert isinstance(slot, _native.Slot)
         if self._queue is None:
             raise _closed()
-        return self._queue.read(slot, offset, urgent=urgent, crc=checksum)
+        return self._queue.read(slot, offset, urgent=urgent, crc=checksum)  # type: ignore[arg-type]
 
     def close(self) -> None:
         if self._queue is not None:

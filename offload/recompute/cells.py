@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offload.block import VersionWitness
 from offload.hooks import HookPair, Hooks, is_of_checkpoint
 from offload.live import storage_of
+from offload.weak import VersionWitness
 
 __all__ = ["Cells", "Draw", "Needs", "random_state"]
 

@@ -206,7 +206,7 @@ class Tiers:
         Raises:
             StateError: this is a forked child, and the bytes are in the parent's hands.
         """
-        if not self.in_child:
+        if self._generation == forks.generation:  # not in_child
             self.outbound.poll()
             return self.inbound.demand(block)
         if block.state is not State.LIVE:

@@ -186,8 +186,9 @@ class Outbound:
             self._settle_copies()
         if self._disk.writes or self._disk.reads:
             self._disk.poll()
-        for passage in self._common.lane.poll():
-            self._common.note(passage)
+        if not self._common.lane.host_is_device:
+            for passage in self._common.lane.poll():
+                self._common.note(passage)
 
     def settle_all(self) -> None:
         """See out all copies, and start the writes that follow from them."""

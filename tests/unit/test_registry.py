@@ -2,9 +2,10 @@
 
 import torch
 
-from offload.block import Block, VersionWitness
+from offload.block import Block
 from offload.placement import Placement
 from offload.registry import Registry
+from offload.weak import VersionWitness
 
 
 def block() -> Block:
