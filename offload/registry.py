@@ -34,8 +34,7 @@ class Registry:
 
     def add(self, key: Key, block: Block) -> None:
         """``block`` is found under ``key`` from now on."""
-        if self._dead:
-            self._forget_dead()
+        self._forget_dead()
         known = _Known(block, self._dead.append)
         known.key = key
         self._known[key] = known
