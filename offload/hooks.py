@@ -25,7 +25,7 @@ from offload.config import Config
 from offload.dtensor import Wrapper, part_of
 from offload.layout import TensorLayout
 from offload.live import is_parameter_like
-from offload.placement import Placement, Policy, SavedTensor, offload_all
+from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
 from offload.registry import Registry
 from offload.report import Counters
@@ -227,12 +227,12 @@ class Hooks:
         if placement is Placement.HOST and tensor.is_cpu:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
-            return Placement.DISK if tensor.is_cpu else Placement.HOST
+            return next_tier(tensor.is_cpu)
         return placement
 
     def _by_policy(self, tensor: torch.Tensor, nbytes: int) -> Placement:
         if self.policy is offload_all:  # needs no description of the tensor
-            return Placement.DISK if tensor.is_cpu else Placement.HOST
+            return next_tier(tensor.is_cpu)
         described = SavedTensor(nbytes, tensor.dtype, tuple(tensor.size()), tensor.device)
         placement = self.policy(described)
         if not isinstance(placement, Placement):

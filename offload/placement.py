@@ -43,4 +43,9 @@ def offload_all(tensor: SavedTensor) -> Placement:
         >>> offload_all(SavedTensor(1 << 20, torch.float32, (512, 512), torch.device("cuda")))
         <Placement.HOST: 'host'>
     """
-    return Placement.DISK if tensor.device.type == "cpu" else Placement.HOST
+    return next_tier(tensor.device.type == "cpu")
+
+
+def next_tier(is_cpu: bool) -> Placement:
+    """The next slower one: from the CPU's memory the disk, from an accelerator host memory."""
+    return Placement.DISK if is_cpu else Placement.HOST

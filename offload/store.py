@@ -4,7 +4,7 @@ import errno as errno_codes
 import os
 import shutil
 
-from offload.engines import Engine, Request, Slot
+from offload.engines import Engine, Request, Slot, padded
 from offload.engines.base import PAGE_BYTES
 from offload.errors import StorageError
 from offload.freelist import FreeList
@@ -50,7 +50,7 @@ class DiskStore:
         Raises:
             StorageError: the file system refuses more space.
         """
-        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        nbytes = padded(nbytes)
         used_bytes = self.used_bytes
         if used_bytes + nbytes > self.limit_bytes:
             return None

@@ -63,6 +63,7 @@ class Tiers:
         self.disk = DiskTier(self.common)
         self.outbound = Outbound(self.common, self.disk)
         self.inbound = Inbound(self.common, self.disk, self.outbound)
+        # As they are: a frame of our own around each would be one more per saved tensor.
         self.prefetch, self.take = self.inbound.prefetch, self.inbound.take
         weakref.finalize(self, _let_go, self._generation, self.common.lane, host).atexit = False
 

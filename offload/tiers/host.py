@@ -2,7 +2,7 @@
 
 import weakref
 
-from offload.engines import PAGE_BYTES, Arena, Engine, Slot
+from offload.engines import PAGE_BYTES, Arena, Engine, Slot, padded
 from offload.errors import warn_user
 from offload.lanes import Pinner
 from offload.units import format_bytes
@@ -60,7 +60,7 @@ class HostTier:
 
     def slot(self, nbytes: int) -> Slot | None:
         """A slot, or ``None`` where there is no room now."""
-        padded_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        padded_bytes = padded(nbytes)
         if padded_bytes > self._budget_bytes:
             return self.slot_outside(nbytes) if self.outside_bytes == 0 else None
         # A slab may be larger than the budget: an engine rounds it up to whole pages.
