@@ -17,19 +17,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from offload.hooks import Hooks, is_never_moved
-from offload.live import hooks_below, storage_of
+from offload.hooks import Hooks
+from offload.live import storage_of
 from offload.placement import Placement
+from offload.planner.observer import Observer, missing_gradients
 from offload.planner.record import (
     Assignment,
     Clock,
     DeviceClock,
     HostClock,
     Pass,
-    StorageIds,
     Visit,
     signature_of,
 )
@@ -44,7 +43,6 @@ from offload.tiers.gate import STRIDE
 __all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
-_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 class Scheme(Protocol):
@@ -108,10 +106,10 @@ class Controller:
         self._tiers = tiers
         self._in_step = in_step
         self._scheme = scheme
-        self._is_cpu = tiers.common.lane.host_is_device
+        self._observer = Observer(hooks, tiers)
+        self._is_cpu = self._observer.is_cpu
         device = tiers.common.config.device
         self._clock: Clock = HostClock() if self._is_cpu else DeviceClock(device)
-        self._ids = StorageIds()
         self._thread = 0
         self._pass: Pass | None = None  # whose forward is the newest, or whose backward runs
         self._waiting: list[weakref.ref[Pass]] = []  # held by their graphs: dropped with those
@@ -174,7 +172,7 @@ class Controller:
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
         if assigned.record and not self._is_cpu and not self._in_flight():
             current.start_bytes = torch.accelerator.memory_allocated()
-            current.gradient_bytes = _missing_gradients(self._model())
+            current.gradient_bytes = missing_gradients(self._model())
         if assigned.watch_peak and not self._is_cpu:
             torch.accelerator.reset_peak_memory_stats()
         self._tell_gate(current)
@@ -220,7 +218,8 @@ class Controller:
             return
         if done.visits and done.visits[0].began is not None:
             done.ended = ended
-            self._note_backward_peak(done, 0)
+            if done.assignment.record:
+                self._observer.end_backward(done.visits[0])
         if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
         done.waits = list(self._counters.waits)
@@ -272,15 +271,15 @@ class Controller:
         self._make_room(current, 2 * visit.number + 1)
         current.open = visit
         if assigned.record:
-            self._restart_peak(visit)
+            self._observer.begin_peak(visit)
         visit.entered = self._clock.stamp()
         return visit
 
     def _leave(self, current: Pass, visit: Visit) -> None:
         visit.left = self._clock.stamp()
         current.open = None
-        if current.assignment.record and not self._is_cpu:
-            visit.forward_peak_bytes = self._peak_above(visit.start_bytes)
+        if current.assignment.record:
+            self._observer.end_forward(visit)
         self._make_room(current, 2 * visit.number + 2)
 
     def _make_room(self, current: Pass, entry: int) -> None:
@@ -309,7 +308,7 @@ class Controller:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
-            self._note_backward_peak(current, visit.number + 1)
+            self._observer.end_backward(current.visits[visit.number + 1])
         entry, needs = 2 * visit.number + 1, current.assignment.needs
         with self._tiers.lock:
             self._tiers.gate.at = entry if needs else -1
@@ -318,8 +317,8 @@ class Controller:
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
         self.hooks.foresee()
         if current.assignment.record:  # what came early is not of this segment
-            self._restart_peak(visit)
-            visit.gradient_bytes = _missing_gradients(rule.module())
+            self._observer.begin_peak(visit)
+            visit.gradient_bytes = missing_gradients(rule.module())
 
     # -- regions ----------------------------------------------------------------------------------
 
@@ -341,71 +340,16 @@ class Controller:
         current = self._pass
         watched = self._is_cpu if again else current is not None and current.assignment.record
         try:
-            with self._watching(visit, again) if watched else contextlib.nullcontext():
+            with self._observer.inside(visit, again) if watched else contextlib.nullcontext():
                 yield
         finally:
             if again:
                 visit.recomputed.append((start, self._clock.stamp()))
-
-    def _watching(self, visit: Visit, again: bool) -> saved_tensors_hooks:
-        pack_below, unpack_below = hooks_below()
-
-        def pack(tensor: Tensor) -> Any:
-            storage = storage_of(tensor)
-            if storage is not None and not is_never_moved(tensor, storage.nbytes()):
-                if again:
-                    self._tiers.count(storage)
-                elif storage._cdata not in self.hooks.held:
-                    # The operation that saves has taken its number: the last one given out.
-                    visit.note_saved(self._ids.of(storage), storage.nbytes(), _sequence_nr() - 1)
-            return pack_below(tensor)
-
-        return saved_tensors_hooks(pack, unpack_below)
 
     def _saw(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """The session is about to take, or leave, what is saved."""
         if self._is_cpu and storage.nbytes() < self._tiers.common.config.min_offload_bytes:
             self._tiers.live.track(storage)
         current = self._pass
-        if current is None or not current.assignment.record or _graph_task_id() != -1:
-            return
-        visit, saved = current.open, current.after
-        if storage._cdata in self.hooks.held:  # there from the beginning
-            saved = current.visits[0].before if current.visits else current.after
-        elif visit is not None:
-            saved = visit.held
-            if visit.action == "disk" and self._is_cpu:
-                self._note_passing(visit, storage)
-        saved.setdefault(self._ids.of(storage), storage.nbytes())
-
-    def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:
-        """With ``storage``, and its slot while it is copied there."""
-        tiers = self._tiers
-        new_bytes = storage.nbytes() * (1 if tiers.live.counts(storage) else 2)
-        with tiers.lock:
-            tiers.poll()
-            there_bytes = tiers.gate.used_bytes + new_bytes - visit.start_bytes
-        visit.passing_bytes = max(visit.passing_bytes, there_bytes)
-
-    # -- peaks of memory ---------------------------------------------------------
-
-    def _restart_peak(self, visit: Visit) -> None:
-        if self._is_cpu:
-            tiers = self._tiers
-            visit.start_bytes = tiers.gate.used_bytes - tiers.outbound.leaving_bytes
-        else:
-            torch.accelerator.reset_peak_memory_stats()
-            visit.start_bytes = torch.accelerator.memory_allocated()
-
-    def _peak_above(self, start_bytes: int) -> int:
-        return max(0, torch.accelerator.max_memory_allocated() - start_bytes)
-
-    def _note_backward_peak(self, current: Pass, number: int) -> None:
-        if current.assignment.record and not self._is_cpu:
-            visit = current.visits[number]
-            visit.backward_peak_bytes = self._peak_above(visit.start_bytes)
-
-
-def _missing_gradients(module: nn.Module | None) -> int:
-    parameters = module.parameters() if module is not None else ()
-    return sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        if current is not None and current.assignment.record and _graph_task_id() == -1:
+            self._observer.note_held(current, storage)

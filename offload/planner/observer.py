@@ -1,0 +1,106 @@
+"""Observer: what the segments of a running model save, and how much memory that takes meanwhile.
+
+On an accelerator the allocator knows the peak of a segment. On the cpu the session's own accounts
+do: what is saved, and the slots that it passes through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.hooks import Hooks, is_never_moved
+from offload.live import hooks_below, storage_of
+from offload.planner.record import Pass, StorageIds, Visit
+from offload.tiers import Tiers
+
+__all__ = ["Observer", "missing_gradients"]
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
+
+class Observer:
+    """Writes into passes and visits.
+
+    Args:
+        hooks, tiers: of the session.
+    """
+
+    def __init__(self, hooks: Hooks, tiers: Tiers) -> None:
+        self.is_cpu = tiers.common.lane.host_is_device
+        self._hooks = hooks
+        self._tiers = tiers
+        self._ids = StorageIds()
+
+    def inside(self, visit: Visit, again: bool) -> saved_tensors_hooks:
+        """Sees what is saved inside of a region, in its forward or when it is computed ``again``;
+        the session's hooks see only what is held of it.
+        """
+        pack_below, unpack_below = hooks_below()
+
+        def pack(tensor: Tensor) -> Any:
+            storage = storage_of(tensor)
+            if storage is not None and not is_never_moved(tensor, storage.nbytes()):
+                if again:
+                    self._tiers.count(storage)
+                elif storage._cdata not in self._hooks.held:
+                    # The operation that saves has taken its number: the last one given out.
+                    visit.note_saved(self._ids.of(storage), storage.nbytes(), _sequence_nr() - 1)
+            return pack_below(tensor)
+
+        return saved_tensors_hooks(pack, unpack_below)
+
+    def note_held(self, current: Pass, storage: torch.UntypedStorage) -> None:
+        """The session is about to take, or leave, what is saved."""
+        visit, saved = current.open, current.after
+        if storage._cdata in self._hooks.held:  # there from the beginning
+            saved = current.visits[0].before if current.visits else current.after
+        elif visit is not None:
+            saved = visit.held
+            if visit.action == "disk" and self.is_cpu:
+                self._note_passing(visit, storage)
+        saved.setdefault(self._ids.of(storage), storage.nbytes())
+
+    def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:
+        """With ``storage``, and its slot while it is copied there."""
+        tiers = self._tiers
+        new_bytes = storage.nbytes() * (1 if tiers.live.counts(storage) else 2)
+        with tiers.lock:
+            tiers.poll()
+            there_bytes = tiers.gate.used_bytes + new_bytes - visit.start_bytes
+        visit.passing_bytes = max(visit.passing_bytes, there_bytes)
+
+    # -- peaks ------------------------------------------------------------------------------------
+
+    def begin_peak(self, visit: Visit) -> None:
+        """Of the visit's forward, or of its backward."""
+        if self.is_cpu:
+            # What still leaves of others makes room for what comes.
+            leaving_bytes = self._tiers.outbound.leaving_bytes
+            visit.start_bytes = self._tiers.gate.used_bytes - leaving_bytes
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+            visit.start_bytes = torch.accelerator.memory_allocated()
+
+    def end_forward(self, visit: Visit) -> None:
+        """Note the peak of the allocator."""
+        if not self.is_cpu:
+            visit.forward_peak_bytes = _peak_above(visit.start_bytes)
+
+    def end_backward(self, visit: Visit) -> None:
+        """Note the peak of the allocator."""
+        if not self.is_cpu:
+            visit.backward_peak_bytes = _peak_above(visit.start_bytes)
+
+
+def _peak_above(start_bytes: int) -> int:
+    return max(0, torch.accelerator.max_memory_allocated() - start_bytes)
+
+
+def missing_gradients(module: nn.Module | None) -> int:
+    """Bytes that the gradients of its parameters will take, where there are none yet."""
+    parameters = module.parameters() if module is not None else ()
+    return sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
