@@ -368,6 +368,20 @@ void BindQueue(py::module_& module) {
       .def("close", &QueueHandle::Close, "Finish what was accepted, then end the workers.");
 }
 
+// Calls a function when it dies. Where `__del__` does, Python first raises a Ctrl-C that has come
+// meanwhile, and drops it.
+struct Finally {
+  py::object function, argument;
+  Finally(py::object f, py::object a) : function(std::move(f)), argument(std::move(a)) {}
+  Finally(const Finally&) = delete;
+  Finally& operator=(const Finally&) = delete;
+  ~Finally() {
+    PyObject* const result = PyObject_CallOneArg(function.ptr(), argument.ptr());
+    if (result == nullptr) PyErr_WriteUnraisable(function.ptr());
+    Py_XDECREF(result);
+  }
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -383,6 +397,7 @@ PYBIND11_MODULE(_native, module) {
       PyErr_SetObject(PyExc_OSError, arguments.ptr());
     }
   });
+  py::class_<Finally>(module, "Finally").def(py::init<py::object, py::object>());
   BindMemory(module);
   BindPool(module);
   BindArena(module);

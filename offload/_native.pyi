@@ -5,8 +5,11 @@ operating system is an OSError with errno. In a forked child every call raises R
 objects belong to the process that made them.
 """
 
+from collections.abc import Callable
 from os import PathLike
-from typing import final
+from typing import TypeVar, final
+
+T = TypeVar("T")
 
 def copy(dst: int, src: int, nbytes: int, threads: int = 2) -> None:
     """Copy between two addresses whose ranges do not overlap, by at most `threads` threads."""
@@ -16,6 +19,12 @@ def copy_crc32c(dst: int, src: int, nbytes: int, threads: int = 2) -> int:
 
 def crc32c(address: int, nbytes: int) -> int:
     """Return the CRC-32C of `nbytes` bytes at an address."""
+
+@final
+class Finally:
+    """Calls `function(argument)` when it dies."""
+
+    def __init__(self, function: Callable[[T], object], argument: T) -> None: ...
 
 def use_pool_for_torch() -> str:
     """Put the pool under torch's CPU allocator, for the life of the process.

@@ -1,11 +1,30 @@
 """What is known of a storage or a tensor without holding its memory: StorageRef, VersionWitness."""
 
-import functools
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 
 from offload.errors import ModifiedInPlaceError
 from offload.layout import TensorLayout, with_bits
+
+T = TypeVar("T")
+
+try:
+    from offload._native import Finally
+except ImportError:  # no compiler at installation
+
+    class Finally:  # type: ignore[no-redef]
+        """Calls ``function(argument)`` when it dies."""
+
+        def __init__(self, function: Callable[[T], object], argument: T) -> None:
+            self._due = partial(function, argument)
+
+        # A Ctrl-C that has come meanwhile is raised in here, and dropped. Not where it is C++.
+        def __del__(self) -> None:
+            self._due()
+
 
 _weak_ref = torch.UntypedStorage._weak_ref
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
@@ -29,22 +48,18 @@ class StorageRef:
         True
     """
 
-    __slots__ = ("cdata",)
+    __slots__ = ("_freed", "cdata")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.cdata: int = _weak_ref(storage)  # type: ignore[assignment]
+        self._freed = Finally(_free_weak_ref, self.cdata)
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, if it is alive."""
         return _revived(self.cdata)
 
-    # The default outlives the module's names when the interpreter ends.
-    def __del__(self, free=_free_weak_ref) -> None:  # type: ignore[no-untyped-def]
-        if hasattr(self, "cdata"):  # an interrupt may have come before
-            free(self.cdata)
 
-
-@functools.cache
+@cache
 def _nothing(device: torch.device, conjugate: bool, negative: bool) -> torch.Tensor:
     """No bytes, of the same kind in the eyes of ``Tensor.data``."""
     dtype = torch.complex64 if conjugate or negative else torch.float32
