@@ -24,7 +24,7 @@ from offload.planner.model import Chain, Links
 from offload.planner.needs import fits_under, needs_under, uniform_choice
 from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
-from offload.planner.profile import Budgets, Profile
+from offload.planner.profile import Budgets, ModelProfile
 from offload.planner.rates import measured_links
 from offload.planner.record import Assignment, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
@@ -48,7 +48,7 @@ _SELDOM = 16  # steps from one decision of several ranks to the next, once a pla
 class Study:
     """All that is known for one shape of input."""
 
-    profile: Profile
+    profile: ModelProfile
     phase: int = 0
     plan: Plan | None = None
     plans: int = 0
@@ -265,7 +265,7 @@ class Auto:
     # -- measuring, then planning -----------------------------------------------------------------
 
     def _fresh(self, begun: int = 0) -> Study:
-        return Study(Profile(self._slow, self._least), begun=begun)
+        return Study(ModelProfile(self._slow, self._least), begun=begun)
 
     def _note_lean(self, study: Study, done: Pass, counters: Counters) -> None:
         """A pass before there is a plan."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.errors import PlanError
 from offload.planner.model import Links
-from offload.planner.profile import Budgets, Profile
+from offload.planner.profile import Budgets, ModelProfile
 from offload.planner.record import Measured
 
 __all__ = ["News", "together"]
@@ -37,7 +37,7 @@ class News:
         larger: whether inputs were larger than any before.
     """
 
-    profile: Profile
+    profile: ModelProfile
     budgets: Budgets
     signature: str = ""
     lean_seconds: float = float("inf")
@@ -83,7 +83,7 @@ def _slowest(links: Sequence[Links]) -> Links:
     return Links(*(min(rates, default=None) for rates in known))
 
 
-def _profile(profiles: Sequence[Profile]) -> Profile:
+def _profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Of the rank that saves most, as the storages of one pass belong together; with times of all.
 
     A rank that has not run a pass yet has nothing to say.
@@ -118,5 +118,5 @@ def _profile(profiles: Sequence[Profile]) -> Profile:
     return made
 
 
-def _saved_bytes(profile: Profile) -> int:
+def _saved_bytes(profile: ModelProfile) -> int:
     return sum(sum(s.saved.values()) for s in profile.segments)

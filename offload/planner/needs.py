@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload.planner.model import Chain, Option, Segment
 from offload.planner.predict import Walk, caps
-from offload.planner.profile import Budgets, Profile
+from offload.planner.profile import Budgets, ModelProfile
 from offload.tiers.gate import Need
 
 __all__ = ["fits_under", "laid_out", "need_of", "needs_under", "uniform_choice"]
@@ -28,7 +28,7 @@ def laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
     return (*found, between)
 
 
-def _uniform(profile: Profile, budgets: Budgets, action: str) -> Walk:
+def _uniform(profile: ModelProfile, budgets: Budgets, action: str) -> Walk:
     """Every segment by one action."""
     chain = profile.chain(budgets)
     if action.startswith("selective"):
@@ -60,12 +60,12 @@ def _with_guess(segment: Segment, action: str, small_bytes: int) -> Segment:
     return replace(segment, options=(*segment.options, guess))
 
 
-def fits_under(profile: Profile, budgets: Budgets, action: str) -> bool:
+def fits_under(profile: ModelProfile, budgets: Budgets, action: str) -> bool:
     """Whether a pass in which every segment goes by this action keeps to the budgets."""
     return _uniform(profile, budgets, action).feasible
 
 
-def needs_under(profile: Profile, budgets: Budgets, action: str) -> tuple[Need, ...]:
+def needs_under(profile: ModelProfile, budgets: Budgets, action: str) -> tuple[Need, ...]:
     """For the gate, while every segment goes by one action, before there is a plan."""
     walk, entries = _uniform(profile, budgets, action), profile.entries()
     rooms = caps(walk)

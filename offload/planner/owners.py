@@ -25,12 +25,28 @@ class Owners:
     """Which entry of the chain each storage counts for.
 
     What is saved outside of segments stays whatever the plan says, so it counts there. Of several
-    segments the last that saves a storage owns it; see ``Segment.shared_bytes`` for the rest.
+    segments that save a storage the last one owns it: backward comes to that one first, and from
+    then on it has to be there.
+
+    Example:
+        Storage 1 is the batch, saved before the first segment; 3 is the result of ``a``, which
+        ``b`` saves as well; the loss saves 5, the result of ``b``.
+
+        >>> from offload.planner.segment_profile import SegmentProfile
+        >>> a = SegmentProfile("a", before={1: 100}, saved={1: 100, 2: 40, 3: 10})
+        >>> b = SegmentProfile("b", saved={3: 10, 4: 40, 5: 10})
+        >>> owners = Owners([a, b], after={5: 10})
+        >>> owners.own(0), owners.own(1)
+        ({2: 40}, {3: 10, 4: 40})
+        >>> owners.later_bytes(0), owners.later_bytes(1)  # 3 is b's, 5 the loss's
+        (10, 10)
+        >>> owners.shared_bytes(1)  # of what b owns, 3 is saved by a, too
+        10
     """
 
     def __init__(self, segments: Sequence[Saves], after: dict[int, int]) -> None:
         self._segments = segments
-        self._gaps: dict[int, int] = {}  # the segment that follows, by storage
+        self._gaps: dict[int, int] = {}  # by storage, the segment that follows its first gap
         gaps = [*(s.before for s in segments), after]
         for i, gap in enumerate(gaps):
             self._gaps.update(dict.fromkeys((k for k in gap if k not in self._gaps), i))
@@ -40,7 +56,7 @@ class Owners:
         self._seen: set[int] = set()
 
     def gap_bytes(self, saved: dict[int, int]) -> int:
-        """Of a gap, once each."""
+        """Bytes of what is saved in a gap, and in none that was asked for before."""
         new = {k: n for k, n in saved.items() if k not in self._seen}
         self._seen.update(new)
         return sum(new.values())
@@ -51,6 +67,7 @@ class Owners:
         return {k: n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i}
 
     def saved_bytes(self, i: int) -> int:
+        """Of all that segment ``i`` owns."""
         return sum(self.own(i).values())
 
     def later_bytes(self, i: int) -> int:
@@ -59,7 +76,7 @@ class Owners:
         return sum(n for k, n in saved if self._gaps.get(k, self._last[k]) > i)
 
     def shared_bytes(self, i: int) -> int:
-        """Of those, what the segment before saves too."""
+        """Of what segment ``i`` owns, what the segment before saves too."""
         if i == 0:
             return 0
         before, own = self._segments[i - 1].saved, self._segments[i].saved
@@ -68,4 +85,5 @@ class Owners:
         )
 
     def boundary(self, i: int) -> dict[int, int]:
+        """Bytes of the inputs of segment ``i`` that no gap saves."""
         return {k: n for k, n in self._segments[i].boundary.items() if k not in self._gaps}

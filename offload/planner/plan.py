@@ -11,7 +11,7 @@ from offload.errors import PlanError
 from offload.planner.model import Chain, Links
 from offload.planner.needs import laid_out, need_of, uniform_choice
 from offload.planner.predict import Walk, caps, predict
-from offload.planner.profile import Budgets, Profile
+from offload.planner.profile import Budgets, ModelProfile
 from offload.planner.solve import Solution
 from offload.tables import FigureTable, text_of
 from offload.tiers.gate import Need
@@ -240,7 +240,7 @@ class Plan:
 
 
 def make_plan(
-    profile: Profile, budgets: Budgets, chain: Chain, solution: Solution, signature: str
+    profile: ModelProfile, budgets: Budgets, chain: Chain, solution: Solution, signature: str
 ) -> Plan:
     """The plan of a solved chain."""
     found = predict(chain, solution.choice)

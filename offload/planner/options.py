@@ -1,0 +1,155 @@
+"""Options: what the runtime can do with a segment, and what each way takes.
+
+Bytes follow from the storages that the segment owns, times are those of the passes that measured
+it. On the cpu, whose memory is that of the slots as well, a storage that leaves is there twice for
+a moment; an example of a segment that saves storages of 4, 2 and 6 MiB, in MiB:
+
+    keep            12 stay
+    disk            nothing stays; 6 may not have left when its forward ends; 12 = 2 * 6 are there
+                    while the last is copied
+    disk:50%        what it saves first leaves, up to the half: 4 and 2; the last 6 stay
+    recompute       its input stays
+    recompute+disk  its input leaves
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planner.model import Links, Option
+from offload.planner.segment_profile import SegmentProfile
+
+__all__ = ["OptionsOf", "Seconds", "base_seconds"]
+
+Seconds = dict[str, tuple[float, float, float]]  # of forward, backward, recomputation, by action
+_COPY_BYTES_PER_S = 8e9  # into a slot on the cpu, until offloading was measured
+_PARTS = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """A segment and all that its options depend on.
+
+    Args:
+        segment: as measured.
+        own: bytes of the storages that count for it, by number, in the order they are saved.
+        boundary: the same of its inputs.
+        seconds: by action, the median over all segments of its kind.
+        links: rates between the tiers.
+        slow: the tier next to the device, ``"host"`` or ``"disk"``.
+        least_bytes: what is smaller stays.
+    """
+
+    segment: SegmentProfile
+    own: dict[int, int]
+    boundary: dict[int, int]
+    seconds: Seconds
+    links: Links
+    slow: str
+    least_bytes: int
+
+    def all(self, *, in_parts: bool) -> tuple[Option, ...]:
+        """What the runtime can do with it, the leanest last; ``in_parts``: also with a part."""
+        tiers = [self.slow]
+        if self.slow == "host" and self.links.disk_write and self.links.disk_read:
+            tiers.append("disk")
+        made = [self._kept("keep", self.own)]
+        for tier in tiers:
+            if in_parts and len(self.own) > 1:
+                made += [self._partly(tier, share) for share in _PARTS]
+            made.append(self._away(tier, self.own))
+        ways = [("recompute", "recompute", self.boundary)]
+        if self.segment.selective:
+            ways.insert(0, ("selective+keep", "selective", self.segment.selective))
+        for kept, kind, held in ways:
+            made.append(self._kept(kept, held))
+            made += [self._away(f"{kind}+{tier}", held) for tier in tiers]
+        return tuple(made)
+
+    def _kept(self, action: str, storages: dict[int, int]) -> Option:
+        return self._option(action, storages, {})
+
+    def _away(self, action: str, storages: dict[int, int]) -> Option:
+        leaving = {k: n for k, n in storages.items() if n >= self.least_bytes}
+        return self._option(action, storages, leaving)
+
+    def _partly(self, tier: str, share: float) -> Option:
+        """The first so much of what it saves; backward wants the rest first."""
+        saved_bytes, gone_bytes, leaving = sum(self.own.values()), 0, {}
+        for number, nbytes in self.own.items():
+            if nbytes >= self.least_bytes and gone_bytes + nbytes <= share * saved_bytes:
+                leaving[number] = nbytes
+                gone_bytes += nbytes
+        return self._option(f"{tier}:{share:.0%}", self.own, leaving)
+
+    def _option(self, action: str, storages: dict[int, int], leaving: dict[int, int]) -> Option:
+        """To hold ``storages``, of which ``leaving`` leave."""
+        pieces = tuple(leaving.values())
+        away = sum(pieces)
+        name, is_part = action.partition(":")[0], ":" in action
+        kind, _, tier = name.partition("+")
+        again = kind in ("recompute", "selective")
+        ahead, back = self._extra(name, away)
+        if is_part:  # a part costs a part
+            share = away / max(1, sum(self.own.values()))
+            ahead, back = share * ahead, share * back
+        present, last, beside, spared = self._while_it_leaves(storages, leaving, again, is_part)
+        return Option(
+            action,
+            resident_bytes=sum(storages.values()) - away,
+            offload_bytes=away,
+            present_bytes=present,
+            last_bytes=last,
+            beside_bytes=beside,
+            host_bytes=away if "host" in (kind, tier) else 0,
+            disk_bytes=away if "disk" in (kind, tier) else 0,
+            working_bytes=self.segment.extra_bytes if kind == "selective" else 0,
+            spared_bytes=spared,
+            forward_seconds=ahead,
+            backward_seconds=back,
+            holds_output=kind == "keep" or is_part,  # its result is what it saves last
+            frees_input=away > 0,  # and its input what it saves first
+            whole=again or not leaving,
+            pieces=pieces,
+        )
+
+    def _while_it_leaves(
+        self, storages: dict[int, int], leaving: dict[int, int], again: bool, is_part: bool
+    ) -> tuple[int, int, int, int]:
+        """``present_bytes``, ``last_bytes``, ``beside_bytes`` and ``spared_bytes`` of an option."""
+        held_bytes, largest = sum(storages.values()), max(leaving.values(), default=0)
+        # A part is what it saves first, and has left when it ends.
+        last = next(reversed(leaving.values()), 0) if not is_part else 0
+        if self.slow != "disk":
+            peak_bytes = self.segment.forward_peak_bytes
+            lean = min(peak_bytes, sum(self.own.values())) if again else 0  # nothing of it stays
+            return held_bytes + lean, last, lean, 0
+        # Original and slot are both there while one is copied to the other, perhaps at the end of
+        # a forward that still uses all that it saved.
+        present, beside = held_bytes + largest, 2 * largest
+        passing = self.segment.passing_bytes if leaving and not again else None
+        if passing is not None:  # it was seen what it still uses
+            resident = held_bytes - sum(leaving.values())
+            present = min(present, resident + max(passing, beside + last))
+            beside = beside if is_part else max(beside, passing - last)
+        spared = 0 if again else sum(leaving.values()) - self.segment.most_at_once(leaving)
+        return present, last, beside, spared
+
+    def _extra(self, action: str, away: int) -> tuple[float, float]:
+        """Seconds more than the base, in forward and in backward."""
+        if action == "keep":
+            return 0.0, 0.0
+        forward, backward = base_seconds(self.seconds)
+        kind = action.partition("+")[0]
+        # Where the inputs go makes little difference, and all kinds were measured with one of them.
+        known = self.seconds.get(f"{kind}+{self.slow}") or self.seconds.get(action)
+        if known is not None:
+            return max(0.0, known[0] - forward), max(0.0, known[1] + known[2] - backward)
+        copy = away / _COPY_BYTES_PER_S if self.slow == "disk" else 0.0
+        return copy, forward if kind == "recompute" else 0.0
+
+
+def base_seconds(seconds: Seconds) -> tuple[float, float]:
+    """Forward and backward with nothing else to do: no action can take less."""
+    rows = list(seconds.values())
+    return min(r[0] for r in rows), min(r[1] for r in rows)

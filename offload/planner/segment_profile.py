@@ -1,0 +1,94 @@
+"""SegmentProfile: what one part of a model was measured to take and to save."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from offload.planner.record import Visit
+
+__all__ = ["SegmentProfile"]
+
+
+@dataclass
+class SegmentProfile:
+    """Of one visit to a segment.
+
+    Attributes:
+        saved: bytes of each storage it saves, by its number in the pass, in order.
+        boundary: the same of its inputs.
+        spans: the first and the last operation that saves each of ``saved``.
+        selective: the same of what is held where only what is cheap is computed again; ``None``:
+            not measured.
+        before: saved between the segment before and this one.
+        seconds: by action, the least seconds of forward, backward and recomputation.
+        before_seconds: between the segment before and this one.
+        passing_bytes: most of it that is there at one time while its forward runs and all that it
+            saves leaves; ``None``: not measured.
+    """
+
+    key: str
+    saved: dict[int, int] = field(default_factory=dict)
+    boundary: dict[int, int] = field(default_factory=dict)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    selective: dict[int, int] | None = None
+    before: dict[int, int] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    before_seconds: float = math.inf
+    passing_bytes: int | None = None
+    extra_bytes: int = 0  # of ``selective``, what is not among what it saves
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """The same for segments that do the same, as far as their bytes tell."""
+        return (*self.saved.values(), -1, *self.boundary.values())
+
+    def small_bytes(self, least: int) -> int:
+        """Of what it saves, what is smaller than ``least``."""
+        return sum(n for n in self.saved.values() if n < least)
+
+    def measured(self, action: str, forward: float, backward: float, again: float) -> None:
+        """Take note of one visit's times."""
+        old = self.seconds.get(action, (math.inf,) * 3)
+        self.seconds[action] = (
+            min(old[0], forward), min(old[1], backward), min(old[2], again),
+        )  # fmt: skip
+
+    def note_bytes(self, visit: Visit) -> None:
+        """Take note of what one visit saved, and of the memory that this took."""
+        kind = visit.action.partition("+")[0]
+        saved_bytes, known_bytes = sum(visit.saved.values()), sum(self.saved.values())
+        if kind == "recompute" and saved_bytes >= max(1, known_bytes):
+            self.saved, self.boundary, self.before = visit.saved, visit.held, visit.before
+            self.spans = visit.spans
+            self.forward_peak_bytes = visit.forward_peak_bytes
+            self.backward_peak_bytes = visit.backward_peak_bytes
+        elif kind == "selective" and visit.held:
+            self.selective = visit.held
+            self.extra_bytes = sum(n for k, n in visit.held.items() if k not in visit.saved)
+        elif visit.passing_bytes:
+            self.passing_bytes = max(self.passing_bytes or 0, visit.passing_bytes)
+
+    def most_at_once(self, storages: dict[int, int]) -> int:
+        """The most of ``storages`` that backward needs at one time, where each comes when the last
+        operation that has saved it asks for it, and goes when the first has run.
+
+        Example:
+            >>> spans = {1: (10, 12), 2: (11, 11), 3: (13, 13)}  # by the numbers of operations
+            >>> segment = SegmentProfile("blocks.0", spans=spans)
+            >>> segment.most_at_once({1: 4, 2: 8, 3: 16})  # 3 alone, then 1, 1 and 2, 1
+            16
+            >>> segment.most_at_once({1: 4, 2: 8})
+            12
+        """
+        changes = []
+        for number, nbytes in storages.items():
+            first, last = self.spans.get(number, (-1, 1 << 62))  # not seen: all the while
+            changes += [(last, nbytes), (first - 0.5, -nbytes)]
+        there = most = 0
+        for _, change in sorted(changes, reverse=True):
+            there += change
+            most = max(most, there)
+        return most
