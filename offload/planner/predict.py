@@ -197,10 +197,11 @@ class _Ahead:
         self._rooms = caps(walk)
         self._limit = walk.chain.prefetch_bytes
         self._early = [0.0] * len(walk.options)  # bytes of each segment
-        self._at_hand = 0.0  # what was asked for last, which leaves less for what comes early
         self._upcoming = deque(
             (i, n) for i in reversed(range(len(walk.options))) for n in asks(walk.options[i])
         )
+        # What was asked for last, or saved last, which leaves less for what comes early.
+        self._at_hand = self._upcoming[0][1] if self._upcoming else 0.0
 
     @property
     def nbytes(self) -> float:
