@@ -56,8 +56,11 @@ class Observer:
     def note_held(self, current: Pass, storage: torch.UntypedStorage) -> None:
         """The session is about to take, or leave, what is saved."""
         visit, saved = current.open, current.after
-        if storage._cdata in self._hooks.held:  # there from the beginning
-            saved = current.visits[0].before if current.visits else current.after
+        if storage._cdata in self._hooks.held:
+            # There from the beginning. An accelerator's allocator has counted it by then; counting
+            # it from here on as well is room for what is not foreseen.
+            if self.is_cpu and current.visits:
+                saved = current.visits[0].before
         elif visit is not None:
             saved = visit.held
             if visit.action == "disk" and self.is_cpu:
