@@ -177,8 +177,10 @@ class Tiers:
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """``storage`` is saved and stays."""
+        if self.in_child:
+            return
         with self.lock:
-            if self.common.live.track(storage) and not self.in_child:
+            if self.common.live.track(storage):
                 self.outbound.poll()  # slots of what has been written, originals that were copied
                 if self.gate.limit_bytes is not None:
                     self.outbound.make_room_for_next(storage.nbytes())

@@ -303,6 +303,17 @@ class TestFork:
         assert torch.equal(x.grad, expected)
         assert step.report.offloaded_blocks == 3
 
+    def test_child_with_a_policy_that_keeps(self, open_session, engine: str) -> None:
+        session = open_session(engine=engine, policy=lambda _: offload.Placement.KEEP)
+        x = rand(64).requires_grad_()
+
+        def child() -> None:
+            with session.step():
+                chain(x, 3).backward()
+
+        with in_child() as run:
+            run(child)
+
     @pytest.mark.parametrize("keep_last_bytes", [0, 1 << 20])
     def test_in_the_middle_of_a_step(self, open_session, engine: str, keep_last_bytes: int) -> None:
         """The child leaves the step and goes on; the parent's bytes stay what they were."""
