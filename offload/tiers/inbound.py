@@ -51,16 +51,16 @@ class Inbound:
         there = block.resident() if not in_slot else None
         if there is not None and block.holds_device:
             return True
-        gate = common.gate
+        gate, more_bytes = common.gate, block.padded_bytes if there is None else 0
         if gate.limit_bytes is not None and not gate.may_prefetch(
-            block.segment, block.padded_bytes, self.early()
+            block.segment, more_bytes, self.early()
         ):
             return False
         hold = self._room(block)
         if hold is None:
             return False
         if there is not None:
-            block.hold(there, hold)  # for the same reason; with its room, as it would be read else
+            block.hold(there, hold)  # for the same reason
             common.counters.forwarded_bytes += block.nbytes
         elif state is State.DISK:
             slot = common.host.slot(block.nbytes)
