@@ -112,7 +112,7 @@ class Session:
         device_budget: int | None = None,
     ) -> Applied | Planned:
         """Say module by module what becomes of activations, until ``remove()`` is called on the
-        result or its context is left.
+        result or its context is left; a plan ends with the session at the latest.
 
         Args:
             model: its modules are ruled. Nothing of it changes but the class of those, to a

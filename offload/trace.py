@@ -87,10 +87,6 @@ class Trace:
             start_ns = end_ns = now_ns()
         self._ring.append((name, block, nbytes, start_ns, end_ns, about))
 
-    def sample(self, live_bytes: int, host_bytes: int, disk_bytes: int) -> None:
-        """Add a sample of the memory in use now."""
-        self._samples.append((now_ns(), live_bytes, host_bytes, disk_bytes))
-
     def events(self) -> list[Event]:
         """A copy of what the ring holds."""
         return list(map(Event._make, self._ring))

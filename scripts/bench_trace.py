@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import offload
 from offload.measure import Spread, session_options
-from offload.trace import Event, Sample, Subject, Trace, ranged
+from offload.trace import Event, Sample, Subject, Trace, now_ns, ranged
 from offload.workloads import PRESETS, preset
 
 JSON_FORMAT = 1
@@ -69,7 +69,7 @@ def calls() -> dict[str, Spread]:
     return {
         "event with times": cost_us(lambda: trace.emit("spill", 1, 4096, 1, 2, about)),
         "event now": cost_us(lambda: trace.emit("begin", -1, 0)),
-        "sample of memory": cost_us(lambda: trace.sample(1, 2, 3)),
+        "sample of memory": cost_us(lambda: trace.add_sample((now_ns(), 1, 2, 3))),
         "what an event is about": cost_us(lambda: Subject(1, "blocks.0.mlp")),
         "range without a profiler": cost_us(use_range),
         "an empty call, for comparison": cost_us(lambda: None),

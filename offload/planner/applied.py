@@ -64,6 +64,7 @@ class Planned:
                 links=remembered_links(config),
             )
         self._is_removed = False
+        self._tiers = tiers
         self._controller = Controller(model, names, hooks, tiers, in_step, self._scheme)
 
     @property
@@ -97,11 +98,13 @@ class Planned:
         """
         if self._is_removed:
             return
-        self._is_removed = True
-        if self.auto is not None:
-            self.auto.leave()  # other ranks are to wait for this one no more
-        self._controller.remove()
-        self._removed()
+        try:
+            if self.auto is not None and not self._tiers.in_child:
+                self.auto.leave()  # other ranks are to wait for this one no more
+        finally:
+            self._controller.remove()
+            self._removed()
+            self._is_removed = True  # last: an interrupt may have come before
 
     def __enter__(self) -> Planned:
         return self

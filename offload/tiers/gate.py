@@ -22,8 +22,8 @@ class Need(NamedTuple):
     room_bytes: int  # what may be there early, of segments before it, while its backward runs
     reserve_bytes: int  # that segments after it need at some time, beyond all that is kept
     keep_bytes: int = 0  # that it is planned to keep
-    # That its backward needs beside what it saved, where all of that is there before anything of
-    # another segment comes early; -1 where it is computed again.
+    # That its backward needs beside what it saved, where all of that comes before anything of
+    # another segment does; -1 where it is computed again.
     working_bytes: int = -1
     largest_bytes: int = 0  # of a storage that it saves, as far as was measured
 

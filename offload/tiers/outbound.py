@@ -230,7 +230,7 @@ class Outbound:
     # -- room -------------------------------------------------------------------------------------
 
     def _room(self, block: Block) -> tuple[Slot, Reservation] | None:
-        """The same, once others have made room. ``None``: waiting would not help."""
+        """As ``_room_now``, once others have made room. ``None``: waiting would not help."""
         room = None
         with self._common.waiting("backpressure", block.subject):
             while room is None and self._free_a_slot(block.nbytes):
