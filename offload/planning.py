@@ -102,8 +102,9 @@ def plan(
     """Measure a few steps and plan what becomes of the activations of each part of ``model``.
 
     The steps run under the leanest actions there are, so that measuring needs no more memory than
-    the leanest plan. Gradients, buffers and random numbers are put back afterwards. Where
-    ``torch.distributed`` has several ranks, all that share the model call it, and get one plan.
+    computing one part after the other again. Gradients, buffers and random numbers are put back
+    afterwards. Where ``torch.distributed`` has several ranks, all that share the model call it, and
+    get one plan.
 
     Args:
         model: what is trained. Its repeated blocks are its segments, unless ``segments`` names

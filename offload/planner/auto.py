@@ -275,8 +275,12 @@ class Auto:
 
     def _next_phase(self, study: Study, signature: str) -> None:
         profile, phase = study.profile, study.phase + 1
-        if phase == 1:
-            check_floor(profile.chain(self.budgets))  # before time is spent on what cannot work
+        chain = profile.chain(self.budgets)
+        if phase == 1 and chain.device_bytes < chain.floor()[0]:
+            # Nothing can work, unless less passes through a segment than all that it saves: look.
+            check_floor(profile.hopeful().chain(self.budgets))
+            study.phase = len(self._phases) - 2
+            return
         while phase < len(self._phases) and not fits_under(
             profile, self.budgets, self._phases[phase][0]
         ):

@@ -137,6 +137,13 @@ class Segment:
     backward_bytes: float = 0.0
     shared_bytes: float = 0.0
 
+    def need_bytes(self, option: Option) -> float:
+        """The most that is there of it at one time under ``option``."""
+        return max(
+            option.present_bytes + self.forward_bytes,
+            self.saved_bytes + self.backward_bytes + option.returning_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -186,13 +193,7 @@ class Chain:
         others = (self.in_flight - 1) * sum(o.resident_bytes for o in least)
         resident, floor, name = others, 0.0, ""
         for s, o in zip(self.segments, least, strict=True):
-            need = min(
-                max(
-                    p.present_bytes + s.forward_bytes,
-                    s.saved_bytes + s.backward_bytes + p.returning_bytes,
-                )
-                for p in s.options
-            )
+            need = min(s.need_bytes(p) for p in s.options)
             if resident + need > floor:
                 floor, name = resident + need, s.name
             resident += o.resident_bytes

@@ -68,25 +68,32 @@ class Observer:
         saved.setdefault(self._ids.of(storage), storage.nbytes())
 
     def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:
-        """With ``storage``, and its slot while it is copied there."""
+        """With ``storage``, and its slot while it is copied there; without what is on its way out,
+        which can be waited for.
+        """
         tiers = self._tiers
+        if tiers.in_child:
+            return
         new_bytes = storage.nbytes() * (1 if tiers.live.counts(storage) else 2)
         with tiers.lock:
             tiers.poll()
-            there_bytes = tiers.gate.used_bytes + new_bytes - visit.start_bytes
+            there_bytes = self._staying_bytes() + new_bytes - visit.start_bytes
         visit.passing_bytes = max(visit.passing_bytes, there_bytes)
 
     # -- peaks ------------------------------------------------------------------------------------
 
     def begin_peak(self, visit: Visit) -> None:
         """Of the visit's forward, or of its backward."""
-        if self.is_cpu:
-            # What still leaves of others makes room for what comes.
-            leaving_bytes = self._tiers.outbound.leaving_bytes
-            visit.start_bytes = self._tiers.gate.used_bytes - leaving_bytes
-        else:
+        tiers = self._tiers
+        if not self.is_cpu:
             torch.accelerator.reset_peak_memory_stats()
             visit.start_bytes = torch.accelerator.memory_allocated()
+        elif not tiers.in_child:
+            with tiers.lock:
+                visit.start_bytes = self._staying_bytes()
+
+    def _staying_bytes(self) -> int:
+        return self._tiers.gate.used_bytes - self._tiers.outbound.leaving_bytes
 
     def end_forward(self, visit: Visit) -> None:
         """Note the peak of the allocator."""

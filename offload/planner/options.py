@@ -33,6 +33,7 @@ class OptionsOf:
     Args:
         segment: as measured.
         own: bytes of the storages that count for it, by number, in the order they are saved.
+        lasting: which of them an earlier segment saves as well.
         boundary: the same of its inputs.
         seconds: by action, the median over all segments of its kind.
         links: rates between the tiers.
@@ -42,6 +43,7 @@ class OptionsOf:
 
     segment: SegmentProfile
     own: dict[int, int]
+    lasting: set[int]
     boundary: dict[int, int]
     seconds: Seconds
     links: Links
@@ -132,7 +134,8 @@ class OptionsOf:
             resident = held_bytes - sum(leaving.values())
             present = min(present, resident + max(passing, beside + last))
             beside = beside if is_part else max(beside, passing - last)
-        spared = 0 if again else sum(leaving.values()) - self.segment.most_at_once(leaving)
+        most = sum(leaving.values()) if again else self.segment.most_at_once(leaving, self.lasting)
+        spared = sum(leaving.values()) - most
         return present, last, beside, spared
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:

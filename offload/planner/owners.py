@@ -66,6 +66,11 @@ class Owners:
         s = self._segments[i]
         return {k: n for k, n in s.saved.items() if k not in self._gaps and self._last[k] == i}
 
+    def lasting(self, i: int) -> set[int]:
+        """Of what segment ``i`` owns, what an earlier one wants in its backward as well."""
+        earlier = (self._segments[j].saved.keys() for j in range(i))
+        return set(self.own(i)).intersection(set().union(*earlier))
+
     def saved_bytes(self, i: int) -> int:
         """Of all that segment ``i`` owns."""
         return sum(self.own(i).values())

@@ -1,13 +1,15 @@
 """ModelProfile: what a model's segments were measured to take and save, for one shape of input.
 
 It is filled from passes of a model under known actions, the leanest first, so that measuring needs
-no more memory than the leanest plan. Bytes are exact. Times are the least of what was seen, as
-disturbances only add, and the median over segments that save the same: equal blocks take equal
-times. Keeping adds nothing to a segment's own time; what other actions add is measured.
+no more memory than computing one segment after the other again. Bytes are exact. Times are the
+least of what was seen, as disturbances only add, and the median over segments that save the same:
+equal blocks take equal times. Keeping adds nothing to a segment's own time; what other actions add
+is measured.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from dataclasses import dataclass
@@ -99,6 +101,13 @@ class ModelProfile:
             visit.backward_peak_bytes += max(0, made)
             made += visit.gradient_bytes
 
+    def hopeful(self) -> ModelProfile:
+        """A copy for which what passes through segments is nothing, where it was not measured."""
+        made = copy.deepcopy(self)
+        for segment in made.segments:
+            segment.passing_bytes = segment.passing_bytes or 0
+        return made
+
     def pooled(self, segment: SegmentProfile) -> dict[str, tuple[float, float, float]]:
         """By action, the segment's seconds: the median over those that save the same."""
         alike = [s for s in self.segments if s.kind == segment.kind]
@@ -169,6 +178,7 @@ class ModelProfile:
         options = OptionsOf(
             s,
             own=owners.own(i),
+            lasting=owners.lasting(i),
             boundary=owners.boundary(i),
             seconds=seconds,
             links=self.links,

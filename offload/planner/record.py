@@ -114,7 +114,8 @@ class Visit:
         spans: the first and the last operation that saves each of ``saved``, by their numbers.
         before: the same of what was saved between the segment before and this one.
         passing_bytes: most of it that was in memory at one time while its forward ran and what it
-            saved left; of an accelerator, ``forward_peak_bytes`` is looked at.
+            saved left, without what was on its way out; of an accelerator, ``forward_peak_bytes``
+            is looked at.
         forward_peak_bytes, backward_peak_bytes: most of the allocator above the beginning.
     """
 

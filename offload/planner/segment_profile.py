@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from offload.planner.record import Visit
@@ -60,7 +61,7 @@ class SegmentProfile:
         """Take note of what one visit saved, and of the memory that this took."""
         kind = visit.action.partition("+")[0]
         saved_bytes, known_bytes = sum(visit.saved.values()), sum(self.saved.values())
-        if kind == "recompute" and saved_bytes >= max(1, known_bytes):
+        if kind == "recompute" and saved_bytes >= known_bytes and (visit.saved or visit.before):
             self.saved, self.boundary, self.before = visit.saved, visit.held, visit.before
             self.spans = visit.spans
             self.forward_peak_bytes = visit.forward_peak_bytes
@@ -71,9 +72,10 @@ class SegmentProfile:
         elif visit.passing_bytes:
             self.passing_bytes = max(self.passing_bytes or 0, visit.passing_bytes)
 
-    def most_at_once(self, storages: dict[int, int]) -> int:
+    def most_at_once(self, storages: dict[int, int], lasting: Container[int] = frozenset()) -> int:
         """The most of ``storages`` that backward needs at one time, where each comes when the last
-        operation that has saved it asks for it, and goes when the first has run.
+        operation that has saved it asks for it, and goes when the first has run; those that are
+        ``lasting`` when the segment's backward is over.
 
         Example:
             >>> spans = {1: (10, 12), 2: (11, 11), 3: (13, 13)}  # by the numbers of operations
@@ -82,10 +84,13 @@ class SegmentProfile:
             16
             >>> segment.most_at_once({1: 4, 2: 8})
             12
+            >>> segment.most_at_once({1: 4, 2: 8, 3: 16}, lasting={3})
+            28
         """
         changes = []
         for number, nbytes in storages.items():
             first, last = self.spans.get(number, (-1, 1 << 62))  # not seen: all the while
+            first = -1 if number in lasting else first
             changes += [(last, nbytes), (first - 0.5, -nbytes)]
         there = most = 0
         for _, change in sorted(changes, reverse=True):

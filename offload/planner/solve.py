@@ -160,7 +160,10 @@ def search(chain: Chain) -> tuple[tuple[int, ...], float]:
             starts.append(shapes[i])
     if not starts:
         leanest = [
-            min(range(len(s.options)), key=lambda k, s=s: s.options[k].resident_bytes)  # type: ignore[misc]
+            min(
+                range(len(s.options)),
+                key=lambda k, s=s: (s.options[k].resident_bytes, s.need_bytes(s.options[k])),  # type: ignore[misc]
+            )
             for s in chain.segments
         ]
         starts = [torch.tensor(leanest)]

@@ -93,3 +93,17 @@ def test_what_fits_is_kept_even_if_others_seem_as_fast() -> None:
     layers = tuple(Segment(str(i), 1.0, 2.0, 8, (free, keep)) for i in range(4))
     found = solve(Chain(layers, device_bytes=100))
     assert found.choice == (1, 1, 1, 1)
+
+
+def test_a_plan_near_the_floor_is_found() -> None:
+    """What one segment needs least for, another needs most for."""
+
+    def layer(name: str, saved: float, through: float, spared: float) -> Segment:
+        disk = Option("disk", offload_bytes=saved, present_bytes=through, spared_bytes=spared)
+        again = Option("recompute+disk", offload_bytes=1, present_bytes=2, backward_seconds=1.0)
+        return Segment(name, 1.0, 2.0, saved, (disk, again))
+
+    large, small = layer("large", 10, 3, 7), layer("small", 4, 8, 0)
+    chain = Chain((large, large, small, small), device_bytes=5, out_rate=100, back_rate=100)
+    assert chain.floor()[0] == 4
+    assert solve(chain).choice == (0, 0, 1, 1)
