@@ -89,7 +89,7 @@ class Inbound:
         """Segment and bytes of what was brought back and not asked for yet."""
         for block in (r() for r in self._guesses):
             if _is_early(block):
-                yield block.segment, block.nbytes
+                yield block.segment, block.window_bytes
 
     def drop_guesses(self) -> None:
         """Let go of what was brought back ahead and never asked for: a guess ends with its step."""
