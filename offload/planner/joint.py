@@ -107,7 +107,7 @@ def _profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
                 own.seconds[action] = (
                     max(known[0], seconds[0]), max(known[1], seconds[1]), max(known[2], seconds[2]),
                 )  # fmt: skip
-            for name in ("extra_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+            for name in ("forward_peak_bytes", "backward_peak_bytes"):
                 setattr(own, name, max(getattr(own, name), getattr(its, name)))
             seen = (own.passing_bytes, its.passing_bytes)
             own.passing_bytes = None if None in seen else max(n or 0 for n in seen)

@@ -189,12 +189,30 @@ class Chain:
         """The least device memory for activations with which any plan can run, and the segment that
         sets it. No choice of options goes below; smaller segments would.
         """
-        least = [min(s.options, key=lambda o: o.resident_bytes) for s in self.segments]
-        others = (self.in_flight - 1) * sum(o.resident_bytes for o in least)
-        resident, floor, name = others, 0.0, ""
-        for s, o in zip(self.segments, least, strict=True):
-            need = min(s.need_bytes(p) for p in s.options)
-            if resident + need > floor:
-                floor, name = resident + need, s.name
-            resident += o.resident_bytes
-        return floor, name
+        low, high, name = 0.0, self.in_flight * sum(map(_most, self.segments)), ""
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            stuck = self._stuck(middle)
+            if stuck is None:
+                high = middle
+            else:
+                low, name = middle, stuck
+        return high, name
+
+    def _stuck(self, device_bytes: float) -> str | None:
+        """The first segment that no option fits for; ``None``: there is a plan.
+
+        To leave as little behind as can be is never worse for those that follow.
+        """
+        least = sum(min(o.resident_bytes for o in s.options) for s in self.segments)
+        resident = (self.in_flight - 1) * least
+        for s in self.segments:
+            fitting = [o for o in s.options if resident + s.need_bytes(o) <= device_bytes]
+            if not fitting:
+                return s.name
+            resident += min(o.resident_bytes for o in fitting)
+        return None
+
+
+def _most(segment: Segment) -> float:
+    return max(max(o.resident_bytes, segment.need_bytes(o)) for o in segment.options)

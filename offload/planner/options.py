@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.engines import padded
 from offload.planner.model import Links, Option
 from offload.planner.segment_profile import SegmentProfile
 
@@ -86,8 +87,10 @@ class OptionsOf:
 
     def _option(self, action: str, storages: dict[int, int], leaving: dict[int, int]) -> Option:
         """To hold ``storages``, of which ``leaving`` leave."""
-        pieces = tuple(leaving.values())
-        away = sum(pieces)
+        resident = sum(storages.values()) - sum(leaving.values())
+        if self.slow == "disk":
+            leaving = {k: padded(n) for k, n in leaving.items()}  # of a slot
+        away = sum(leaving.values())
         name, is_part = action.partition(":")[0], ":" in action
         kind, _, tier = name.partition("+")
         again = kind in ("recompute", "selective")
@@ -95,48 +98,50 @@ class OptionsOf:
         if is_part:  # a part costs a part
             share = away / max(1, sum(self.own.values()))
             ahead, back = share * ahead, share * back
-        present, last, beside, spared = self._while_it_leaves(storages, leaving, again, is_part)
+        last, present, beside, most = self._while_it_leaves(resident, leaving, again, is_part)
+        # Held, and not among what is computed again.
+        besides = {k: n for k, n in storages.items() if again and k not in self.segment.saved}
         return Option(
             action,
-            resident_bytes=sum(storages.values()) - away,
+            resident_bytes=resident,
             offload_bytes=away,
             present_bytes=present,
             last_bytes=last,
             beside_bytes=beside,
             host_bytes=away if "host" in (kind, tier) else 0,
             disk_bytes=away if "disk" in (kind, tier) else 0,
-            working_bytes=self.segment.extra_bytes if kind == "selective" else 0,
-            spared_bytes=spared,
+            working_bytes=sum(besides.values()),
+            spared_bytes=sum(storages.values()) - resident - most,
             forward_seconds=ahead,
             backward_seconds=back,
             holds_output=kind == "keep" or is_part,  # its result is what it saves last
             frees_input=away > 0,  # and its input what it saves first
             whole=again or not leaving,
-            pieces=pieces,
+            pieces=tuple(leaving.values()),
         )
 
     def _while_it_leaves(
-        self, storages: dict[int, int], leaving: dict[int, int], again: bool, is_part: bool
+        self, resident: int, leaving: dict[int, int], again: bool, is_part: bool
     ) -> tuple[int, int, int, int]:
-        """``present_bytes``, ``last_bytes``, ``beside_bytes`` and ``spared_bytes`` of an option."""
-        held_bytes, largest = sum(storages.values()), max(leaving.values(), default=0)
+        """``last_bytes``, ``present_bytes`` and ``beside_bytes`` of an option, and the most of what
+        leaves that is there at one time in backward.
+        """
+        away, largest = sum(leaving.values()), max(leaving.values(), default=0)
         # A part is what it saves first, and has left when it ends.
         last = next(reversed(leaving.values()), 0) if not is_part else 0
         if self.slow != "disk":
             peak_bytes = self.segment.forward_peak_bytes
             lean = min(peak_bytes, sum(self.own.values())) if again else 0  # nothing of it stays
-            return held_bytes + lean, last, lean, 0
+            return last, resident + away + lean, lean, away
         # Original and slot are both there while one is copied to the other, perhaps at the end of
         # a forward that still uses all that it saved.
-        present, beside = held_bytes + largest, 2 * largest
+        present, beside = resident + away + largest, 2 * largest
         passing = self.segment.passing_bytes if leaving and not again else None
         if passing is not None:  # it was seen what it still uses
-            resident = held_bytes - sum(leaving.values())
             present = min(present, resident + max(passing, beside + last))
             beside = beside if is_part else max(beside, passing - last)
-        most = sum(leaving.values()) if again else self.segment.most_at_once(leaving, self.lasting)
-        spared = sum(leaving.values()) - most
-        return present, last, beside, spared
+        most = away if again else self.segment.most_at_once(leaving, self.lasting)
+        return last, present, beside, most
 
     def _extra(self, action: str, away: int) -> tuple[float, float]:
         """Seconds more than the base, in forward and in backward."""

@@ -80,6 +80,15 @@ class Owners:
         saved = self._segments[i].saved.items()
         return sum(n for k, n in saved if self._gaps.get(k, self._last[k]) > i)
 
+    def crossing_bytes(self, i: int) -> int:
+        """What is there while segment ``i`` runs, as one before saves it and what follows owns it.
+
+        A skip connection, for one: nobody could save it later if it was gone by then, and in
+        backward it may stay until the first that saved it has run.
+        """
+        earlier = {k: n for j in range(i) for k, n in self._segments[j].saved.items()}
+        return sum(n for k, n in earlier.items() if self._gaps.get(k, self._last[k]) > i)
+
     def shared_bytes(self, i: int) -> int:
         """Of what segment ``i`` owns, what the segment before saves too."""
         if i == 0:

@@ -173,7 +173,7 @@ class ModelProfile:
         seconds = self.pooled(s)
         base_forward, base_backward = base_seconds(seconds)
         saved, shared = owners.saved_bytes(i), owners.shared_bytes(i)
-        later = owners.later_bytes(i)
+        later, crossing = owners.later_bytes(i), owners.crossing_bytes(i)
         peak = max(later, s.forward_peak_bytes - saved)
         options = OptionsOf(
             s,
@@ -191,8 +191,8 @@ class ModelProfile:
             base_backward,
             saved,
             options.all(in_parts=len(self.segments) < _DIVIDED_BELOW),
-            forward_bytes=peak,
-            backward_bytes=max(later, s.backward_peak_bytes - saved),
+            forward_bytes=crossing + peak,
+            backward_bytes=crossing + max(later, s.backward_peak_bytes - saved),
             shared_bytes=shared,
         )
 

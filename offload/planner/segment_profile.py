@@ -37,7 +37,6 @@ class SegmentProfile:
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     before_seconds: float = math.inf
     passing_bytes: int | None = None
-    extra_bytes: int = 0  # of ``selective``, what is not among what it saves
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
 
@@ -68,7 +67,6 @@ class SegmentProfile:
             self.backward_peak_bytes = visit.backward_peak_bytes
         elif kind == "selective" and visit.held:
             self.selective = visit.held
-            self.extra_bytes = sum(n for k, n in visit.held.items() if k not in visit.saved)
         elif visit.passing_bytes:
             self.passing_bytes = max(self.passing_bytes or 0, visit.passing_bytes)
 

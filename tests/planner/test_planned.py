@@ -186,6 +186,60 @@ def test_a_batch_counts_where_it_is_all_that_a_segment_saves() -> None:
     assert list(found.study.profile.segments[0].before.values()) == [x.nbytes]
 
 
+class Shift(nn.Module):
+    """A block, none of whose operations saves its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down((self.up(x + 1)).tanh())
+        return out
+
+
+class Skips(nn.Module):
+    """Blocks whose results are wanted later: by the last block, or by the loss."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList(Shift(width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for i, block in enumerate(self.blocks):
+            skip = results[0] if self.kind == "skip" and i == 4 else 1
+            x = block(x * skip)
+            results.append(x)
+        wanted = results if self.kind == "every" else results[-1:]
+        return torch.stack([r.square().mean() for r in wanted]).sum()
+
+
+@pytest.mark.parametrize("kind", ["last", "skip", "every"])
+@pytest.mark.parametrize("rows", [256, 200])  # 200: of which no storage fills its pages
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_budgets_hold_whatever_is_wanted_later(
+    share: float, rows: int, kind: str, open_session: Opener
+) -> None:
+    model, x = Skips(16, kind), rand(rows, 16)
+    model(x).backward()
+    expected = [g.clone() for g in grads(model)]
+    found = measure_model(model, lambda: model(x).backward(), device="cpu", min_offload_bytes=0)
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    plan = found.plan(budget)
+    model = Skips(16, kind)
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, plan):
+        for _ in range(3):
+            model.zero_grad()
+            with session.step() as step:
+                model(x).backward()
+            assert_identical(expected, grads(model))
+            assert step.report.peak_live_bytes <= budget
+
+
 def test_a_session_that_closes_takes_its_plan_along(open_session: Opener) -> None:
     model = Net()
     for _ in range(2):  # twice: the second finds the model as it was
