@@ -39,10 +39,10 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, Path]]:
-    """A profile whose reads are mostly waited for, and its files."""
+    """A profile whose reads are all waited for, and its files."""
     torch.manual_seed(0)
     model, x = Net(), rand(512, 64)
-    options = {**MOVE_ALL, "prefetch_bytes": "256KiB", "window_bytes": "1MiB"}
+    options = {**MOVE_ALL, "prefetch_bytes": 0, "window_bytes": "1MiB"}
     disk_dir = tmp_path_factory.mktemp("disk")
     found = offload.profile(
         lambda: model(x).backward(), model=model, steps=4, warmup=1, disk_dir=disk_dir, **options
