@@ -100,6 +100,14 @@ class LiveBytes:
                 self._alive_bytes -= known.counted_bytes
                 known.counted_bytes = 0
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Count ``storage`` no more, until it is tracked again."""
+        with self._lock:
+            self._drain()
+            known = self._watches.pop(storage._cdata, None)
+            if known is not None:
+                self._alive_bytes -= known.counted_bytes
+
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``storage`` is tracked, or excluded."""
         with self._lock:

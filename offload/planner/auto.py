@@ -190,6 +190,7 @@ class Auto:
             needs=needs_under(study.profile, self.budgets, action) if known else (),
             limit_bytes=int(self.budgets.device_bytes),
             record=record,
+            select=study.phase == 0,  # the pass after it takes the times
         )
 
     def finished(self, done: Pass, counters: Counters) -> None:

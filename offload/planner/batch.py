@@ -51,7 +51,8 @@ class Evaluator:
             )
             for name in _FIELDS
         }
-        self._shared = torch.tensor([s.shared_bytes for s in segments], dtype=torch.float64)
+        self._shared = [(i, *shared) for i, s in enumerate(segments) for shared in s.shared]
+        self._inputs = torch.tensor([s.input_bytes for s in segments], dtype=torch.float64)
 
     def __call__(self, choices: Tensor) -> Tensor:
         """Seconds of each row of ``choices`` (plans x segments, int64); infinite if infeasible."""
@@ -60,15 +61,18 @@ class Evaluator:
         columns = choices.t()  # one row per segment
         chosen = {name: table.gather(1, columns) for name, table in self._tables.items()}
         resident = chosen["resident_bytes"]
-        if bool(self._shared.any()):
-            held = chosen["holds_output"][:-1] * chosen["frees_input"][1:]
+        if self._shared:
             resident = resident.clone()
-            resident[:-1] += held * self._shared[1:, None]
+        for i, back, nbytes in self._shared:
+            resident[i - back] += (
+                chosen["holds_output"][i - back] * chosen["frees_input"][i] * nbytes
+            )
         others = self.chain.in_flight - 1
         before = resident.cumsum(0) - resident + others * resident.sum(0)
         chain, seconds = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
-        forward_rooms -= _column(s.forward_bytes for s in chain.segments)
+        forward_rooms -= _column(s.forward_bytes + s.input_bytes for s in chain.segments)
+        forward_rooms[1:] += chosen["holds_output"][:-1] * self._inputs[1:, None]
         backward_rooms = chain.device_bytes - before - chosen["returning_bytes"]
         backward_rooms = backward_rooms - _column(
             s.saved_bytes + s.backward_bytes for s in chain.segments

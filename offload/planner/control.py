@@ -27,6 +27,7 @@ from offload.planner.record import (
     Assignment,
     Clock,
     DeviceClock,
+    Gap,
     HostClock,
     Pass,
     Visit,
@@ -170,6 +171,9 @@ class Controller:
         self._pass.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
+        if self._is_cpu:  # those of an earlier pass, which may have saved them: this one may not
+            for storage in filter(None, storages):
+                self._tiers.live.forget(storage)
         if assigned.record and not self._is_cpu and not self._in_flight():
             current.start_bytes = torch.accelerator.memory_allocated()
             current.gradient_bytes = missing_gradients(self._model())
@@ -266,11 +270,12 @@ class Controller:
         key = f"{name}#{calls + 1}" if calls else name
         assigned = current.assignment
         visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
-        visit.before, current.after = current.after, {}
+        visit.before, current.after = current.after, Gap()
         current.visits.append(visit)
         self._make_room(current, 2 * visit.number + 1)
         current.open = visit
         if assigned.record:
+            visit.lingering = self._observer.lingering(current)
             self._observer.begin_peak(visit)
         visit.entered = self._clock.stamp()
         return visit
@@ -316,7 +321,9 @@ class Controller:
                 there = self._tiers.leaving_bytes(current.first + entry)
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
         self.hooks.foresee()
-        if current.assignment.record:  # what came early is not of this segment
+        if current.assignment.record:
+            visit.lingering_back = self._observer.lingering(current)
+            # What came early is not of this segment.
             self._observer.begin_peak(visit)
             visit.gradient_bytes = missing_gradients(rule.module())
 
@@ -338,9 +345,14 @@ class Controller:
         again = _graph_task_id() != -1
         start = self._clock.stamp() if again else None
         current = self._pass
-        watched = self._is_cpu if again else current is not None and current.assignment.record
+        assigned = current.assignment if current is not None else Assignment()
+        watched = self._is_cpu if again else assigned.record
+        selects = assigned.select and not again
         try:
-            with self._observer.inside(visit, again) if watched else contextlib.nullcontext():
+            with (
+                self._observer.inside(visit, again) if watched else contextlib.nullcontext(),
+                self._observer.selected(visit) if selects else contextlib.nullcontext(),
+            ):
                 yield
         finally:
             if again:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.planner.model import Chain
+from offload.planner.model import Chain, Shared
 
 __all__ = ["Exact", "solve_exact"]
 
@@ -97,7 +97,12 @@ def _scaled(chain: Chain) -> Chain:
         }
 
     segments = tuple(
-        replace(s, **scaled(s), options=tuple(replace(o, **scaled(o)) for o in s.options))
+        replace(
+            s,
+            **scaled(s),
+            options=tuple(replace(o, **scaled(o)) for o in s.options),
+            shared=tuple(Shared(back, nbytes / byte) for back, nbytes in s.shared),
+        )
         for s in chain.segments
     )
     rates = {
@@ -123,12 +128,15 @@ class _Program:
         self.binaries = self.starts[-1]
         self._first: dict[str, int] = {}
         self.size = self.binaries
-        for name in ("sf", "sb", "sr", "Rs", "R", "held", *_QUEUES, *(q + "s" for q in _QUEUES)):
+        for name in ("sf", "sb", "sr", "Rs", "R", *_QUEUES, *(q + "s" for q in _QUEUES)):
             self._first[name] = self.size
             self.size += len(chain.segments)
+        self._held: defaultdict[int, list[int]] = defaultdict(list)  # columns, by who holds
         self.low: list[float] = []
         self.high: list[float] = []
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
+        for i in range(len(chain.segments)):
+            self._share(i)
         self.cost = self._objective()
         for i in range(len(chain.segments)):
             self._choose_one(i)
@@ -161,8 +169,8 @@ class _Program:
         return _merged(self._kept(i), self._of_others(self._kept(len(self.chain.segments))))
 
     def _kept(self, i: int) -> Terms:
-        held = (self._variable("held", j) for j in range(i))
-        return _merged(self._sum(range(i), "resident_bytes"), *held)
+        held = {column: 1.0 for j in range(i) for column in self._held[j]}
+        return _merged(self._sum(range(i), "resident_bytes"), held)
 
     def _of_others(self, one: Terms) -> Terms:
         others = self.chain.in_flight - 1
@@ -192,14 +200,17 @@ class _Program:
     def _choose_one(self, i: int) -> None:
         options = self.chain.segments[i].options
         self._row({self.starts[i] + k: 1.0 for k in range(len(options))}, 1.0, 1.0)
-        if i and self.chain.segments[i].shared_bytes:
-            # held >= shared * (holds_output(i-1) + frees_input(i) - 1)
-            shared = self.chain.segments[i].shared_bytes
+
+    def _share(self, i: int) -> None:
+        for back, nbytes in self.chain.segments[i].shared:
+            # held >= nbytes * (holds_output(i - back) + frees_input(i) - 1)
             both = _merged(
-                self._option(i - 1, "holds_output", -shared),
-                self._option(i, "frees_input", -shared),
+                self._option(i - back, "holds_output", -nbytes),
+                self._option(i, "frees_input", -nbytes),
             )
-            self._row(_merged(both, self._variable("held", i - 1)), low=-shared)
+            self._row({**both, self.size: 1.0}, low=-nbytes)
+            self._held[i - back].append(self.size)
+            self.size += 1
 
     def _queues(self, i: int) -> None:
         chain, s = self.chain, self.chain.segments[i]
@@ -228,8 +239,9 @@ class _Program:
         chain, s = self.chain, self.chain.segments[i]
         there = self._resident(i)
         present = self._option(i, "present_bytes")
-        room = chain.device_bytes - s.forward_bytes
-        self._row(_merged(there, self._variable("Qs", i), present), high=room)
+        room = chain.device_bytes - s.forward_bytes - s.input_bytes
+        held = self._option(i - 1, "holds_output", -s.input_bytes) if i else {}
+        self._row(_merged(there, self._variable("Qs", i), present, held), high=room)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
         returning = self._option(i, "returning_bytes")
         self._row(_merged(there, self._variable("Ps", i), returning), high=room)

@@ -35,8 +35,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["UNLIMITED", "Chain", "Links", "Option", "Segment"]
+__all__ = ["UNLIMITED", "Chain", "Links", "Option", "Segment", "Shared"]
 
 UNLIMITED = 1e30  # a rate, in bytes a second, of what is never waited for
 
@@ -113,6 +114,15 @@ class Option:
         return self.working_bytes - self.spared_bytes
 
 
+class Shared(NamedTuple):
+    """Bytes that an earlier segment saves as well. If that one holds them, they stay whatever the
+    later does.
+    """
+
+    back: int  # so many segments before
+    nbytes: float
+
+
 @dataclass(frozen=True)
 class Segment:
     """One link of the chain, as measured.
@@ -124,7 +134,9 @@ class Segment:
         saved_bytes: of all storages that it saves and nobody after it.
         forward_bytes: needed beside them while its forward runs.
         backward_bytes: the same while its backward runs.
-        shared_bytes: of ``saved_bytes``, what the segment before saves as well.
+        shared: of ``saved_bytes``, what earlier segments save as well.
+        input_bytes: what the segment before saves and this one only reads: there while its forward
+            runs, also where the segment before has let it go.
         options: what may be chosen, at least one.
     """
 
@@ -135,12 +147,13 @@ class Segment:
     options: tuple[Option, ...]
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
-    shared_bytes: float = 0.0
+    shared: tuple[Shared, ...] = ()
+    input_bytes: float = 0.0
 
     def need_bytes(self, option: Option) -> float:
         """The most that is there of it at one time under ``option``."""
         return max(
-            option.present_bytes + self.forward_bytes,
+            option.present_bytes + self.forward_bytes + self.input_bytes,
             self.saved_bytes + self.backward_bytes + option.returning_bytes,
         )
 
@@ -192,26 +205,28 @@ class Chain:
         low, high, name = 0.0, self.in_flight * sum(map(_most, self.segments)), ""
         while high - low > 1e-9 * high:
             middle = (low + high) / 2
-            stuck = self._stuck(middle)
-            if stuck is None:
+            choice = self.leanest(middle)
+            if len(choice) == len(self.segments):
                 high = middle
             else:
-                low, name = middle, stuck
+                low, name = middle, self.segments[len(choice)].name
         return high, name
 
-    def _stuck(self, device_bytes: float) -> str | None:
-        """The first segment that no option fits for; ``None``: there is a plan.
-
-        To leave as little behind as can be is never worse for those that follow.
+    def leanest(self, device_bytes: float) -> list[int]:
+        """The options that leave the least behind of those that fit, up to the first segment that
+        none fits for. To leave less is never worse for those that follow.
         """
         least = sum(min(o.resident_bytes for o in s.options) for s in self.segments)
         resident = (self.in_flight - 1) * least
+        choice: list[int] = []
         for s in self.segments:
-            fitting = [o for o in s.options if resident + s.need_bytes(o) <= device_bytes]
+            room = device_bytes - resident
+            fitting = [k for k, o in enumerate(s.options) if s.need_bytes(o) <= room]
             if not fitting:
-                return s.name
-            resident += min(o.resident_bytes for o in fitting)
-        return None
+                break
+            choice.append(min(fitting, key=lambda k, s=s: s.options[k].resident_bytes))  # type: ignore[misc]
+            resident += s.options[choice[-1]].resident_bytes
+        return choice
 
 
 def _most(segment: Segment) -> float:

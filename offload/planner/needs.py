@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from offload.planner.model import Chain, Option, Segment
 from offload.planner.predict import Walk, caps
@@ -31,33 +30,7 @@ def laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
 def _uniform(profile: ModelProfile, budgets: Budgets, action: str) -> Walk:
     """Every segment by one action."""
     chain = profile.chain(budgets)
-    if action.startswith("selective"):
-        entries = zip(chain.segments, profile.entries(), strict=True)
-        segments = tuple(
-            _with_guess(s, action, profile.segments[visit].small_bytes(profile.min_offload_bytes))
-            if visit >= 0
-            else s
-            for s, (_, visit) in entries
-        )
-        chain = replace(chain, segments=segments)
     return Walk(chain, uniform_choice(chain, action))
-
-
-def _with_guess(segment: Segment, action: str, small_bytes: int) -> Segment:
-    """What is selected is not known before it was measured: at most as much again as is saved, and
-    what of that is too small to leave.
-    """
-    if any(o.action == action for o in segment.options):
-        return segment
-    lean, saved_bytes = segment.options[-1], segment.saved_bytes
-    guess = replace(
-        lean,
-        action=action,
-        resident_bytes=lean.resident_bytes + small_bytes,
-        present_bytes=lean.present_bytes + saved_bytes,
-        working_bytes=lean.working_bytes + saved_bytes,
-    )
-    return replace(segment, options=(*segment.options, guess))
 
 
 def fits_under(profile: ModelProfile, budgets: Budgets, action: str) -> bool:
@@ -78,13 +51,14 @@ def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
     """Of entry ``i``, where so much may be there early of what comes before it."""
     segment, option = walk.chain.segments[i], walk.options[i]
     forward = option.present_bytes + segment.forward_bytes
+    shared_bytes = sum(shared.nbytes for shared in segment.shared)
     return Need(
         forward_bytes=int(forward),
         backward_bytes=int(_appears(walk, i)),
         room_bytes=int(min(room, 1 << 60)),
         reserve_bytes=int(_reserve(walk, entries, i)),
         # Small storages and what a later segment owns are kept here as well.
-        keep_bytes=int(option.resident_bytes + segment.forward_bytes + segment.shared_bytes),
+        keep_bytes=int(option.resident_bytes + segment.forward_bytes + shared_bytes),
         working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
         largest_bytes=int(_largest(segment, option)),
     )

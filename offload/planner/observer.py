@@ -6,15 +6,18 @@ do: what is saved, and the slots that it passes through.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.engines import padded
 from offload.hooks import Hooks, is_never_moved
 from offload.live import hooks_below, storage_of
 from offload.planner.record import Pass, StorageIds, Visit
+from offload.recompute.selective import Selected
 from offload.tiers import Tiers
 
 __all__ = ["Observer", "missing_gradients"]
@@ -53,18 +56,30 @@ class Observer:
 
         return saved_tensors_hooks(pack, unpack_below)
 
+    def selected(self, visit: Visit) -> Selected:
+        """Sees what a selective region would hold of the region that runs."""
+
+        def note(tensor: Tensor) -> None:
+            storage = storage_of(tensor)
+            if storage is not None:
+                visit.selected[self._ids.of(storage)] = storage.nbytes()
+
+        return Selected(note)
+
     def note_held(self, current: Pass, storage: torch.UntypedStorage) -> None:
         """The session is about to take, or leave, what is saved."""
-        visit, saved = current.open, current.after
+        visit, saved = current.open, current.after.saved
         if storage._cdata in self._hooks.held:
             # There from the beginning. An accelerator's allocator has counted it by then; counting
             # it from here on as well is room for what is not foreseen.
-            if self.is_cpu and current.visits:
-                saved = current.visits[0].before
+            if self.is_cpu:
+                saved = current.held
         elif visit is not None:
             saved = visit.held
             if visit.action == "disk" and self.is_cpu:
                 self._note_passing(visit, storage)
+        else:
+            current.after.lingering.update(self.lingering(current))
         saved.setdefault(self._ids.of(storage), storage.nbytes())
 
     def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:
@@ -74,13 +89,26 @@ class Observer:
         tiers = self._tiers
         if tiers.in_child:
             return
-        new_bytes = storage.nbytes() * (1 if tiers.live.counts(storage) else 2)
+        nbytes = storage.nbytes()
+        new_bytes = padded(nbytes) + (0 if tiers.live.counts(storage) else nbytes)
         with tiers.lock:
             tiers.poll()
             there_bytes = self._staying_bytes() + new_bytes - visit.start_bytes
         visit.passing_bytes = max(visit.passing_bytes, there_bytes)
 
     # -- peaks ------------------------------------------------------------------------------------
+
+    def lingering(self, current: Pass) -> dict[int, int]:
+        """Of all that the pass has saved, also to compute it again, what somebody else holds.
+
+        On an accelerator what is still being copied would seem to be held.
+        """
+        if not self.is_cpu:
+            return {}
+        living, least = self._ids.living(), self._tiers.common.config.min_offload_bytes
+        saved = [s for v in current.visits for s in (v.before.saved, v.saved, v.held)]
+        every = itertools.chain.from_iterable(s.items() for s in (*saved, current.after.saved))
+        return {k: n for k, n in every if k in living and n >= least}
 
     def begin_peak(self, visit: Visit) -> None:
         """Of the visit's forward, or of its backward."""

@@ -154,7 +154,7 @@ class OptionsOf:
         if known is not None:
             return max(0.0, known[0] - forward), max(0.0, known[1] + known[2] - backward)
         copy = away / _COPY_BYTES_PER_S if self.slow == "disk" else 0.0
-        return copy, forward if kind == "recompute" else 0.0
+        return copy, forward if kind in ("recompute", "selective") else 0.0
 
 
 def base_seconds(seconds: Seconds) -> tuple[float, float]:

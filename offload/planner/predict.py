@@ -44,14 +44,15 @@ class Walk:
         self.options = chain.options(choice)
         self.resident = [0.0]  # K
         resting = [0.0]  # G
-        for i, o in enumerate(self.options):
-            self.resident.append(self.resident[-1] + o.resident_bytes + self._held_over(i))
+        held = self._held()
+        for o, held_bytes in zip(self.options, held, strict=True):
+            self.resident.append(self.resident[-1] + o.resident_bytes + held_bytes)
             resting.append(resting[-1] + o.host_bytes)
         others = chain.in_flight - 1
         self.resident = [others * self.resident[-1] + n for n in self.resident]
         budget, segments = chain.device_bytes, chain.segments
         self.forward_rooms = [
-            budget - self.resident[i] - o.present_bytes - s.forward_bytes
+            budget - self.resident[i] - o.present_bytes - s.forward_bytes - self.input_bytes(i)
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.backward_rooms = [
@@ -63,12 +64,19 @@ class Walk:
             for i, o in enumerate(self.options)
         ]
 
-    def _held_over(self, i: int) -> float:
-        """The result of segment ``i``, where it holds what the next one means to let go."""
-        if i + 1 == len(self.options):
-            return 0.0
-        held = self.options[i].holds_output and self.options[i + 1].frees_input
-        return self.chain.segments[i + 1].shared_bytes if held else 0.0
+    def _held(self) -> list[float]:
+        """Of each segment, what it holds while a later one means to let it go."""
+        held = [0.0] * len(self.options)
+        for i, s in enumerate(self.chain.segments):
+            for back, nbytes in s.shared:
+                if self.options[i - back].holds_output and self.options[i].frees_input:
+                    held[i - back] += nbytes
+        return held
+
+    def input_bytes(self, i: int) -> float:
+        """The input of segment ``i``, where the segment before has let it go."""
+        is_held = i > 0 and self.options[i - 1].holds_output
+        return 0.0 if is_held else self.chain.segments[i].input_bytes
 
     @property
     def feasible(self) -> bool:
@@ -134,7 +142,7 @@ def _forward(walk: Walk) -> tuple[list[float], float, float]:
         before, queue = queue, _after(queue, o, chain.out_rate * seconds)
         # What it saves appears while the queue that it has found passes: one of both ends.
         grown = max(before, o.resident_bytes + o.beside_bytes + queue)
-        peak = max(peak, walk.resident[i] + grown + s.forward_bytes)
+        peak = max(peak, walk.resident[i] + grown + s.forward_bytes + walk.input_bytes(i))
         writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
         stalls.append(stall)
     return stalls, queue, peak

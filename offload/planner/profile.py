@@ -14,10 +14,10 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment
+from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment, Shared
 from offload.planner.options import OptionsOf, base_seconds
 from offload.planner.owners import Owners
-from offload.planner.record import Pass
+from offload.planner.record import Gap, Pass
 from offload.planner.segment_profile import SegmentProfile
 
 __all__ = ["Budgets", "ModelProfile"]
@@ -58,7 +58,7 @@ class ModelProfile:
         self.base_bytes = 0  # of the device, in use by the model where the budget counts that
         self._full_bytes = math.inf  # with all gradients
         self.segments: list[SegmentProfile] = []
-        self.after: dict[int, int] = {}
+        self.after = Gap()
         self.turn_seconds = math.inf
         self.links = Links()
         self.in_flight = 1  # forwards that wait for their backward at one time
@@ -77,6 +77,8 @@ class ModelProfile:
             return False
         self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times()
+        first = done.visits[0].before
+        first.saved = done.held | first.saved
         if done.start_bytes:
             # The least: what the step before still had on its way out is not of the model.
             self._full_bytes = min(self._full_bytes, done.start_bytes + done.gradient_bytes)
@@ -88,7 +90,7 @@ class ModelProfile:
             known.note_bytes(visit)
         self.segments = segments  # last, as an interrupt must not leave them without times
         self.turn_seconds = min(self.turn_seconds, done.turn_seconds())
-        if done.all_recomputed and done.after:
+        if done.all_recomputed and done.after.saved:
             self.after = done.after  # its numbers are those of the same pass's segments
         return True
 
@@ -155,25 +157,31 @@ class ModelProfile:
         """
         found: list[tuple[Segment, int]] = []
         owners = Owners(self.segments, self.after)
+        at: list[int] = []  # the segments' places in the chain
         waiting = 0.0  # seconds of a gap that saves nothing
         for i, s in enumerate(self.segments):
-            gap_bytes = owners.gap_bytes(s.before)
-            if gap_bytes:
-                found.append((_gap(f"before {s.key}", _finite(s.before_seconds), gap_bytes), -1))
+            before_seconds = _finite(s.before_seconds)
+            if owners.gap_bytes(i):
+                found.append((_gap(f"before {s.key}", before_seconds, owners, i), -1))
             else:
-                waiting = _finite(s.before_seconds)
-            found.append((self._segment(i, owners, waiting), i))
+                waiting = before_seconds
+            at.append(len(found))
+            shared = tuple(Shared(at[i] - at[j], n) for j, n in owners.shared(i).items())
+            found.append((self._segment(i, owners, waiting, shared), i))
             waiting = 0.0
         turn = _finite(self.turn_seconds)
-        head = _gap("head and loss", turn / 3, owners.gap_bytes(self.after), turn * 2 / 3)
+        head = _gap("head and loss", turn / 3, owners, len(self.segments), turn * 2 / 3)
         return [*found, (head, -1)]
 
-    def _segment(self, i: int, owners: Owners, waiting: float) -> Segment:
+    def _segment(
+        self, i: int, owners: Owners, waiting: float, shared: tuple[Shared, ...]
+    ) -> Segment:
         s = self.segments[i]
         seconds = self.pooled(s)
         base_forward, base_backward = base_seconds(seconds)
-        saved, shared = owners.saved_bytes(i), owners.shared_bytes(i)
-        later, crossing = owners.later_bytes(i), owners.crossing_bytes(i)
+        saved = owners.saved_bytes(i)
+        later = owners.later_bytes(i)
+        beside, beside_back = owners.beside(i)
         peak = max(later, s.forward_peak_bytes - saved)
         options = OptionsOf(
             s,
@@ -191,15 +199,26 @@ class ModelProfile:
             base_backward,
             saved,
             options.all(in_parts=len(self.segments) < _DIVIDED_BELOW),
-            forward_bytes=crossing + peak,
-            backward_bytes=crossing + max(later, s.backward_peak_bytes - saved),
-            shared_bytes=shared,
+            forward_bytes=beside + peak,
+            backward_bytes=beside_back + max(later, s.backward_peak_bytes - saved),
+            shared=shared,
+            input_bytes=owners.input_bytes(i),
         )
 
 
-def _gap(name: str, forward: float, saved: int, backward: float = 0.0) -> Segment:
+def _gap(name: str, forward: float, owners: Owners, i: int, backward: float = 0.0) -> Segment:
+    saved, (read, beside, beside_back) = owners.gap_bytes(i), owners.beside_gap(i)
     keep = Option("keep", resident_bytes=saved, present_bytes=saved)
-    return Segment(name, forward, backward, saved, (keep,))
+    return Segment(
+        name,
+        forward,
+        backward,
+        saved,
+        (keep,),
+        forward_bytes=beside,
+        backward_bytes=beside_back,
+        input_bytes=read,
+    )
 
 
 def _finite(value: float) -> float:

@@ -16,8 +16,8 @@ from offload.tiers.gate import Need
 from offload.trace import Interval, intersection_ns, merged
 
 __all__ = [
-    "Assignment", "Clock", "DeviceClock", "HostClock", "Measured", "Pass", "StorageIds", "Visit",
-    "signature_of",
+    "Assignment", "Clock", "DeviceClock", "Gap", "HostClock", "Measured", "Pass", "StorageIds",
+    "Visit", "signature_of",
 ]  # fmt: skip
 
 
@@ -65,6 +65,10 @@ class StorageIds:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._count = 0
 
+    def living(self) -> set[int]:
+        """The numbers of those that are alive."""
+        return {number for known, number in self._known.values() if known() is not None}
+
     def of(self, storage: torch.UntypedStorage) -> int:
         """The number of ``storage``."""
         known = self._known.get(storage._cdata)
@@ -86,6 +90,7 @@ class Assignment:
         needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
         limit_bytes: the budget of device memory; ``None``: the session's.
         record: whether to write down bytes as well as times.
+        select: also what of a region that is recomputed a selective one would hold; takes time.
         watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
             starts its peak anew, as ``record`` does.
     """
@@ -96,7 +101,22 @@ class Assignment:
     needs: Sequence[Need] = ()
     limit_bytes: int | None = None
     record: bool = False
+    select: bool = False
     watch_peak: bool = False
+
+
+@dataclass
+class Gap:
+    """What lies between two segments, before the first or after the last. Bytes by storage.
+
+    Attributes:
+        saved: what is saved there.
+        lingering: what segments before save to compute it again, and somebody else still held when
+            something was saved there; on the cpu.
+    """
+
+    saved: dict[int, int] = field(default_factory=dict)
+    lingering: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,8 +131,13 @@ class Visit:
         recomputed: stamps around each recomputation.
         saved: bytes of each storage that its forward saves, by number.
         held: bytes of each storage that is handed over to be held: what the action leaves of them.
+        selected: the same of the results that a selective region would hold, where that was looked
+            at.
         spans: the first and the last operation that saves each of ``saved``, by their numbers.
-        before: the same of what was saved between the segment before and this one.
+        before: the gap between the segment before and this one.
+        lingering: bytes of each storage that others save to compute it again, and somebody else
+            still held when its forward began; on the cpu.
+        lingering_back: the same when its backward began.
         passing_bytes: most of it that was in memory at one time while its forward ran and what it
             saved left, without what was on its way out; of an accelerator, ``forward_peak_bytes``
             is looked at.
@@ -128,8 +153,11 @@ class Visit:
     recomputed: list[tuple[Any, Any]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    selected: dict[int, int] = field(default_factory=dict)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
-    before: dict[int, int] = field(default_factory=dict)
+    before: Gap = field(default_factory=Gap)
+    lingering: dict[int, int] = field(default_factory=dict)
+    lingering_back: dict[int, int] = field(default_factory=dict)
     passing_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
@@ -170,7 +198,8 @@ class Pass:
     start_bytes: int = 0  # of the allocator
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes
-    after: dict[int, int] = field(default_factory=dict)  # saved after the last segment
+    held: dict[int, int] = field(default_factory=dict)  # of what is saved, the caller's inputs
+    after: Gap = field(default_factory=Gap)  # after the last segment so far
     waits: list[Interval] = field(default_factory=list)
     open: Visit | None = None
     in_backward: bool = False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from offload.planner.record import Visit
+from offload.planner.record import Gap, Visit
 
 __all__ = ["SegmentProfile"]
 
@@ -19,13 +19,16 @@ class SegmentProfile:
         saved: bytes of each storage it saves, by its number in the pass, in order.
         boundary: the same of its inputs.
         spans: the first and the last operation that saves each of ``saved``.
-        selective: the same of what is held where only what is cheap is computed again; ``None``:
-            not measured.
-        before: saved between the segment before and this one.
+        selective: the same of what is held where only what is cheap is computed again: as measured,
+            and before that as the results of its operations tell; ``None``: not known.
+        before: the gap between the segment before and this one.
         seconds: by action, the least seconds of forward, backward and recomputation.
         before_seconds: between the segment before and this one.
         passing_bytes: most of it that is there at one time while its forward runs and all that it
             saves leaves; ``None``: not measured.
+        lingering: bytes of each storage that others save and somebody else holds while its forward
+            runs, such as the caller who collects results.
+        lingering_back: the same while its backward runs.
     """
 
     key: str
@@ -33,10 +36,12 @@ class SegmentProfile:
     boundary: dict[int, int] = field(default_factory=dict)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     selective: dict[int, int] | None = None
-    before: dict[int, int] = field(default_factory=dict)
+    before: Gap = field(default_factory=Gap)
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     before_seconds: float = math.inf
     passing_bytes: int | None = None
+    lingering: dict[int, int] = field(default_factory=dict)
+    lingering_back: dict[int, int] = field(default_factory=dict)
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
 
@@ -44,10 +49,6 @@ class SegmentProfile:
     def kind(self) -> tuple[int, ...]:
         """The same for segments that do the same, as far as their bytes tell."""
         return (*self.saved.values(), -1, *self.boundary.values())
-
-    def small_bytes(self, least: int) -> int:
-        """Of what it saves, what is smaller than ``least``."""
-        return sum(n for n in self.saved.values() if n < least)
 
     def measured(self, action: str, forward: float, backward: float, again: float) -> None:
         """Take note of one visit's times."""
@@ -60,11 +61,18 @@ class SegmentProfile:
         """Take note of what one visit saved, and of the memory that this took."""
         kind = visit.action.partition("+")[0]
         saved_bytes, known_bytes = sum(visit.saved.values()), sum(self.saved.values())
-        if kind == "recompute" and saved_bytes >= known_bytes and (visit.saved or visit.before):
+        if (
+            kind == "recompute"
+            and saved_bytes >= known_bytes
+            and (visit.saved or visit.before.saved)
+        ):
             self.saved, self.boundary, self.before = visit.saved, visit.held, visit.before
             self.spans = visit.spans
+            self.lingering, self.lingering_back = visit.lingering, visit.lingering_back
             self.forward_peak_bytes = visit.forward_peak_bytes
             self.backward_peak_bytes = visit.backward_peak_bytes
+            if visit.selected:
+                self.selective = {**visit.held, **visit.selected}
         elif kind == "selective" and visit.held:
             self.selective = visit.held
         elif visit.passing_bytes:

@@ -159,13 +159,9 @@ def search(chain: Chain) -> tuple[tuple[int, ...], float]:
             seen.add(kinds)
             starts.append(shapes[i])
     if not starts:
-        leanest = [
-            min(
-                range(len(s.options)),
-                key=lambda k, s=s: (s.options[k].resident_bytes, s.need_bytes(s.options[k])),  # type: ignore[misc]
-            )
-            for s in chain.segments
-        ]
+        leanest = chain.leanest(chain.device_bytes * (1 + 1e-9))
+        if len(leanest) < len(chain.segments):
+            return tuple(len(s.options) - 1 for s in chain.segments), math.inf
         starts = [torch.tensor(leanest)]
     best, choice = math.inf, starts[0]
     for start in starts:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.recompute.cells import Cells, Draw, Needs, random_state
 from offload.recompute.checkpoint import ContextFn
 
-__all__ = ["selective"]
+__all__ = ["Selected", "selective"]
 
 if TYPE_CHECKING:  # older versions of torch cannot subscript these
     Operation = OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator
@@ -259,6 +259,28 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         assert self._policy_fn is not None
         context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=result)
         return _fate(self._policy_fn(context, func, *args, **kwargs))
+
+
+class Selected(_Mode):  # type: ignore[no-untyped-call]
+    """Tells which results of a region ``selective()`` would hold, if nothing writes to them.
+
+    Args:
+        tell: is called with each.
+    """
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _expensive() and _replaceable(func) and not self._is_inside_backward():
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._tell(leaf)
+        return result
 
 
 class _Recompute(_Mode):  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 import math
 import random
 
-from offload.planner.model import UNLIMITED, Chain, Option, Segment
+from offload.planner.model import UNLIMITED, Chain, Option, Segment, Shared
 
 
 def options(
@@ -63,7 +63,8 @@ def random_chain(rng: random.Random, length: int) -> Chain:
     tiers = rng.choice((2, 2, 3))
     selective = rng.random() < 0.4
     spread = rng.choice((0.1, 0.5, 1.0))
-    sharing = rng.random() < 0.3
+    sharing = rng.choice((0, 0, 1, 3))  # with how many before
+    reading = rng.random() < 0.3
 
     def around(value: float) -> float:
         return value * rng.uniform(1 - 0.6 * spread, 1 + 0.6 * spread)
@@ -74,12 +75,13 @@ def random_chain(rng: random.Random, length: int) -> Chain:
         backward = forward * rng.uniform(1.5, 2.5)
         boundary = saved * rng.uniform(0.03, 0.3)
         transient = rng.uniform(0.05, 0.4)
-        shared = 0.5 * boundary if sharing and i else 0.0
+        shared = [Shared(back, 0.5 * boundary / back) for back in range(1, min(i, sharing) + 1)]
         segments.append(
             Segment(
                 f"layers.{i}", forward, backward, saved,
                 options(forward, saved, boundary, tiers=tiers, selective=selective),
-                transient, transient + rng.uniform(0.0, 0.3), shared,
+                transient, transient + rng.uniform(0.0, 0.3), tuple(shared),
+                boundary if reading and i else 0.0,
             )
         )  # fmt: skip
     total = sum(s.saved_bytes for s in segments)

@@ -63,11 +63,13 @@ class Simulation:
         self.options: list[Option] = chain.options(choice)
         self.resident = [0.0]
         for i, o in enumerate(self.options):
-            following = chain.segments[i + 1].shared_bytes if i + 1 < len(self.options) else 0.0
-            held = o.holds_output and i + 1 < len(self.options) and self.options[i + 1].frees_input
-            self.resident.append(
-                self.resident[-1] + o.resident_bytes + (following if held else 0.0)
+            held = sum(
+                shared.nbytes
+                for k, s in enumerate(chain.segments)
+                for shared in s.shared
+                if k - shared.back == i and o.holds_output and self.options[k].frees_input
             )
+            self.resident.append(self.resident[-1] + o.resident_bytes + held)
         self.pieces = [
             [Piece(i, o.offload_bytes / PIECES, o.disk_bytes > 0) for _ in range(PIECES)]
             if o.offload_bytes
@@ -137,7 +139,7 @@ class Simulation:
 
     def _start_read(self, limit: float) -> None:
         while self.to_read and (self.to_read[0].dead or self.to_read[0].device):
-            self.to_read.popleft()
+            self.to_read.popleft().stays = True  # in host memory, should it still leave
         if self.read.piece is None and self.to_read:
             piece = self.to_read[0]
             if piece.host:
@@ -215,6 +217,8 @@ class Simulation:
     def forward(self, i: int) -> None:
         s, o = self.chain.segments[i], self.options[i]
         own = self.resident[i] + o.present_bytes + s.forward_bytes
+        if not (i and self.options[i - 1].holds_output):
+            own += s.input_bytes
         while own + self.present(i) > self.chain.device_bytes + _SLACK and not self.stuck:
             self.use, self.running = self.resident[i], -1
             self.stuck = not self.advance(math.inf)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offload.planner.batch import Evaluator
-from offload.planner.model import Chain, Option, Segment
+from offload.planner.model import Chain, Option, Segment, Shared
 from offload.planner.predict import predict
 from tests.planner.chains import random_chain
 from tests.planner.simulation import simulate
@@ -74,7 +74,7 @@ def test_what_two_segments_save_counts_once_or_stays() -> None:
     keep = Option("keep", resident_bytes=10, present_bytes=10, holds_output=True)
     away = Option("host", offload_bytes=10, present_bytes=10, frees_input=True)
     first = Segment("0", 1.0, 1.0, 10, (keep, away))
-    second = Segment("1", 1.0, 1.0, 10, (keep, away), shared_bytes=4)
+    second = Segment("1", 1.0, 1.0, 10, (keep, away), shared=(Shared(1, 4),))
     third = Segment("2", 1.0, 1.0, 10, (keep,))
     chain = Chain((first, second, third), 1000, 1e9, 1e9, window_bytes=0, prefetch_bytes=0)
     kept = predict(chain, (0, 0, 0)).peak_device_bytes

@@ -1,0 +1,166 @@
+"""Hard budgets: no step passes one, whatever is saved twice, wanted later, or held by others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.planning import measure_model
+from tests.conftest import Opener
+from tests.support import assert_identical, grads, rand
+
+STEPS = 12
+
+
+class Wave(nn.Module):
+    """A block that saves much, and of which backward wants little at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for _ in range(5):
+            x = x.sin().cos()
+        return x
+
+
+def waves(depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Wave() for _ in range(depth)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_the_floor_can_be_planned_for(share: float, open_session: Opener) -> None:
+    """It lies below what one segment saves, and what the first segment saves is a batch, too."""
+    model, x = waves(), rand(256, 64)
+    model(x).square().mean().backward()
+    expected = [g.clone() for g in grads(model)]
+    found = measure_model(
+        model, lambda: model(x).square().mean().backward(), device="cpu", min_offload_bytes=0
+    )
+    segments = found.study.profile.segments
+    assert sum(segments[0].before.saved.values()) >= x.nbytes
+    assert found.floor_bytes < sum(segments[1].saved.values())
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    model = waves()
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, "auto") as planned:
+        for number in range(STEPS):
+            model.zero_grad()
+            with session.step() as step:
+                model(x).square().mean().backward()
+            assert_identical(expected, grads(model))
+            assert number == 0 or step.report.peak_live_bytes <= budget
+        assert planned.plan is not None
+        assert planned.plan.peak_bytes <= budget
+
+
+def test_a_batch_counts_where_it_is_all_that_a_segment_saves() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    x = rand(256, 64)
+    found = measure_model(
+        model, lambda: model(x).sum().backward(), device="cpu", min_offload_bytes=0,
+        segments=["0", "1", "2", "3"],
+    )  # fmt: skip
+    assert list(found.study.profile.segments[0].before.saved.values()) == [x.nbytes]
+
+
+class Shift(nn.Module):
+    """A block, none of whose operations saves its input."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x.sin() if self.kind == "gap" else x + 1).tanh()
+        out = self.down(h)
+        if self.kind in ("read", "gap"):
+            out = out.tanh()  # which saves its result
+        return out, h[:, : x.shape[1]]
+
+
+class Odd(nn.Module):
+    """Blocks in the hands of somebody who holds on to things.
+
+    Args:
+        kind: ``"last"``: to nothing. ``"skip"``: to the first result, for the last block.
+            ``"every"``: to all of them, for the loss. ``"read"``: to nothing, but each block saves
+            its result, and the next only reads it. ``"gap"``: the same, but the next saves it, too,
+            and something else is saved in between. ``"view"``: to a part of what a block saved,
+            while the next runs. ``"kept"``: to all results until backward is over. ``"late"``: the
+            same, until the loss is computed.
+    """
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList(Shift(width, kind) for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        kind, results, parts = self.kind, [], []
+        for i, block in enumerate(self.blocks):
+            skip = results[0] if kind == "skip" and i == 4 else 1
+            x, part = block(x * skip if kind == "skip" else x)
+            side = part if kind == "view" else None
+            parts.append((2 * x).exp().sum() if kind == "gap" else x.new_zeros(()))
+            if kind in ("skip", "every", "kept", "late"):
+                results.append(x)
+            del part
+        del side
+        wanted = results if kind == "every" else [x]
+        loss = torch.stack([r.square().mean() for r in wanted] + parts).sum()
+        return loss, results if kind == "kept" else []
+
+
+KINDS = ["last", "skip", "every", "read", "gap", "view", "kept", "late"]
+
+
+def run(model: nn.Module, x: Tensor) -> None:
+    loss, _kept = model(x)
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [256, 200])  # 200: of which no storage fills its pages
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_plans(share: float, rows: int, kind: str, open_session: Opener) -> None:
+    model, x = Odd(16, kind), rand(rows, 16)
+    run(model, x)
+    expected = [g.clone() for g in grads(model)]
+    found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    plan = found.plan(budget)
+    model = Odd(16, kind)
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, plan):
+        for _ in range(3):
+            model.zero_grad()
+            with session.step() as step:
+                run(model, x)
+            assert_identical(expected, grads(model))
+            assert step.report.peak_live_bytes <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_while_measuring(kind: str, open_session: Opener) -> None:
+    """What can be known of a pass before it runs is known."""
+    model, x = Odd(16, kind), rand(200, 16)
+    found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
+    for share in (0.05, 0.3):
+        budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+        session = open_session(device="cpu", device_budget=budget)
+        with session.apply(model, "auto") as planned:
+            peaks = []
+            for _ in range(8):
+                with session.step() as step:
+                    run(model, x)
+                peaks.append(step.report.peak_live_bytes)
+            assert planned.plan is not None
+        assert max(peaks[1:]) <= budget
+        session.close()
