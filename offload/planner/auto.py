@@ -276,10 +276,11 @@ class Auto:
 
     def _next_phase(self, study: Study, signature: str) -> None:
         profile, phase = study.profile, study.phase + 1
-        chain = profile.chain(self.budgets)
+        chain = self.chain_of(study, self.budgets)
         if phase == 1 and chain.device_bytes < chain.floor()[0]:
             # Nothing can work, unless less passes through a segment than all that it saves: look.
-            check_floor(profile.hopeful().chain(self.budgets))
+            hopeful = replace(study, profile=profile.hopeful())
+            check_floor(self.chain_of(hopeful, self.budgets))
             study.phase = len(self._phases) - 2
             return
         while phase < len(self._phases) and not fits_under(
