@@ -349,8 +349,8 @@ class Auto:
         """Recompute everything, where that was measured to be faster than the plan is."""
         plan, newest = study.plan, study.measured[-_PATIENCE:]
         assert plan is not None
-        if len(newest) < _PATIENCE or study.fell_back:
-            return False
+        if len(newest) < _PATIENCE or study.fell_back or not plan.offloaded_bytes:
+            return False  # what moves nothing is slower for other reasons
         seconds = statistics.median(m.seconds for m in newest)
         if seconds <= _SLOWER * study.lean_seconds:
             return False
