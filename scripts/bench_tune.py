@@ -39,7 +39,7 @@ from offload.measure import Spread
 from offload.probe import MachineProfile, machine_profile
 from offload.session import Session
 from offload.tuner import Setting
-from offload.tuner.timeline import HostTimeline
+from offload.tuner.stopwatch import HostStopwatch
 from offload.tuner.trial import Runner
 from offload.units import format_bytes
 from offload.workloads import PRESETS
@@ -68,7 +68,7 @@ class Bench:
         target = target_of_workload(workload)
         self.step, self.model = target.step, target.model
         self.config = offload.Config(device="cpu")
-        self.runner = Runner(self.step, self.model, self.config, HostTimeline(), repeats)
+        self.runner = Runner(self.step, self.model, self.config, HostStopwatch(), repeats)
         if "plain_bytes" not in self.state:
             plain = self.runner.plain()
             self.state["plain_bytes"] = plain.peak_live_bytes

@@ -21,7 +21,7 @@ from offload.tables import FigureTable, Prose
 from offload.tuner.decide import Choice
 from offload.tuner.search import Trial
 from offload.tuner.setting import Setting
-from offload.tuner.trial import Measured
+from offload.tuner.trial import TimedSteps
 from offload.tuner.tuning import Tuning, tune
 from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 
@@ -181,7 +181,7 @@ def _measured_table(found: Tuning) -> FigureTable:
     names = ("least", "window", "prefetch", "kept", "I/O")
     table.add_figures(*names, "time to plain (predicted)", "alive (predicted)", "waited")
 
-    def row(name: str, m: Measured, trial: Trial | None = None) -> None:
+    def row(name: str, m: TimedSteps, trial: Trial | None = None) -> None:
         ratio, live, waited = f"{m.ratio:.3f}", _brief(m.peak_live_bytes), ""
         if trial is not None:
             ratio += f" ({trial.predicted_ratio:.3f})"

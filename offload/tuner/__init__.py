@@ -1,6 +1,6 @@
 """Tuner: finds a session's options for a step, by replaying it and by trying what looks best.
 
-    timeline.py       where the computation is, and what memory it has
+    stopwatch.py      where the computation is, and what memory it has
     record.py         what one plain step saves and asks for, and when
     setting.py        the options that are tuned, and those worth looking at
     replay.py         what the step would take under a setting: the walk that both kinds share
@@ -11,23 +11,23 @@
     decide.py         whether to offload at all, and the curve of time and memory
     tuning.py         all of it in one call
 
-Record, replay, search and decision are values; only timelines and trials run anything.
+Record, replay, search and decision are values; only stopwatches and trials run anything.
 """
 
 from offload.tuner.decide import Choice, Decision
 from offload.tuner.search import Limits, Trial
 from offload.tuner.setting import Setting
-from offload.tuner.trial import Measured
-from offload.tuner.tuning import Tuning, predict, tune
+from offload.tuner.trial import TimedSteps
+from offload.tuner.tuning import Tuning, replayed, tune
 
 __all__ = [
     "Choice",
     "Decision",
     "Limits",
-    "Measured",
     "Setting",
+    "TimedSteps",
     "Trial",
     "Tuning",
-    "predict",
+    "replayed",
     "tune",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from offload.tuner.search import Calibration, Candidate, Limits, Trial
-from offload.tuner.trial import Measured
+from offload.tuner.trial import TimedSteps
 from offload.units import format_bytes
 
 __all__ = ["Choice", "Decision", "decide", "pareto"]
@@ -35,7 +35,7 @@ class Decision:
 
 
 def decide(
-    plain: Measured, recomputed: Measured | None, trials: Sequence[Trial], limits: Limits
+    plain: TimedSteps, recomputed: TimedSteps | None, trials: Sequence[Trial], limits: Limits
 ) -> Decision:
     """Compare what was measured under the limits.
 
@@ -67,11 +67,11 @@ def decide(
     return Decision(Choice.OFFLOAD, _compared("offloading", ours, "recomputing", recomputed), best)
 
 
-def _kept(measured: Measured, limits: Limits) -> bool:
+def _kept(measured: TimedSteps, limits: Limits) -> bool:
     return limits.kept(measured.ratio, measured.peak_live_bytes)
 
 
-def _better(a: Measured, b: Measured, limits: Limits) -> bool:
+def _better(a: TimedSteps, b: TimedSteps, limits: Limits) -> bool:
     """Whether recomputation ``a`` beats ``b``; in a tie of times, by the bytes alive."""
     if limits.max_live_bytes is not None:
         if abs(a.ratio - b.ratio) > _TIE:
@@ -80,16 +80,16 @@ def _better(a: Measured, b: Measured, limits: Limits) -> bool:
     return a.peak_live_bytes < b.peak_live_bytes
 
 
-def _compared(name: str, chosen: Measured, other_name: str, other: Measured | None) -> str:
+def _compared(name: str, chosen: TimedSteps, other_name: str, other: TimedSteps | None) -> str:
     text = f"{name} takes {_figures(chosen)}"
     return text if other is None else f"{text}; {other_name} {_figures(other)}"
 
 
-def _figures(m: Measured) -> str:
+def _figures(m: TimedSteps) -> str:
     return f"{m.ratio:.2f} of plain's time and {format_bytes(m.peak_live_bytes)}"
 
 
-def _nothing(recomputed: Measured | None, trials: Sequence[Trial], limits: Limits) -> str:
+def _nothing(recomputed: TimedSteps | None, trials: Sequence[Trial], limits: Limits) -> str:
     tried = [t.measured for t in trials] + ([recomputed] if recomputed is not None else [])
     if not tried:
         return "nothing could be tried"

@@ -23,7 +23,7 @@ from offload.config import Config
 from offload.live import hooks_below, is_parameter_like, storage_of
 from offload.placement import Placement, SavedTensor
 from offload.session import Session
-from offload.tuner.timeline import Timeline
+from offload.tuner.stopwatch import Stopwatch
 
 __all__ = [
     "Beyond",
@@ -95,8 +95,8 @@ class _Mark(NamedTuple):
 class _Recorder:
     """A pair of hooks inside a session's: passes everything on and takes notes."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
         self._lock = threading.Lock()
         self._asked = threading.local()  # .about: whether the session asked its policy just now
         self._keys: dict[tuple[int, int], int] = {}  # storage and version -> block
@@ -149,18 +149,18 @@ class _Recorder:
         return block, save
 
     def _note(self, block: int, save: int, *, is_use: bool) -> None:
-        mark = _Mark(self._timeline.mark(), self._timeline.host_ns(), block, save, is_use)
+        mark = _Mark(self._stopwatch.mark(), self._stopwatch.host_ns(), block, save, is_use)
         self._marks.append(mark)
-        self._memory.append(self._timeline.memory_bytes())
+        self._memory.append(self._stopwatch.memory_bytes())
 
     def record(self) -> StepRecord:
         """What was noted."""
-        end_ns = self._timeline.end_ns()
-        memory = [*self._memory, self._timeline.memory_bytes()]
+        end_ns = self._stopwatch.end_ns()
+        memory = [*self._memory, self._stopwatch.memory_bytes()]
         held = [not ref.expired() for ref in self._storages]  # type: ignore[no-untyped-call]
         blocks = tuple(map(BlockRecord, self._sizes, self._movable, held))
         touches = tuple(
-            Touch(self._timeline.when_ns(m.mark), m.host_ns, m.block, m.save, m.is_use)
+            Touch(self._stopwatch.when_ns(m.mark), m.host_ns, m.block, m.save, m.is_use)
             for m in self._marks
         )
         beyond = tuple(
@@ -205,18 +205,18 @@ def live_bytes(
     yield alive_bytes - dying, alive_bytes - dying
 
 
-def record_step(step: Callable[[], object], config: Config, timeline: Timeline) -> StepRecord:
+def record_step(step: Callable[[], object], config: Config, stopwatch: Stopwatch) -> StepRecord:
     """Run ``step`` once, plain, and note what it saves and asks for.
 
     Args:
         step: one forward and backward.
         config: whose device's tensors could leave.
-        timeline: tells when.
+        stopwatch: tells when.
     """
-    recorder = _Recorder(timeline)
+    recorder = _Recorder(stopwatch)
     everything = attrs.evolve(config, min_offload_bytes=1)
     with Session(everything, policy=recorder.policy) as session:
-        timeline.begin()
+        stopwatch.begin()
         with session.step(), recorder.hooks():
             result = step()
         record = recorder.record()

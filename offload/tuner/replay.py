@@ -24,11 +24,11 @@ from offload.probe import MachineProfile
 from offload.tuner.record import Beyond, StepRecord, Touch, live_bytes
 from offload.tuner.setting import Setting
 
-__all__ = ["Prediction", "Replay", "plain_peak_bytes", "scaled"]
+__all__ = ["Replay", "ReplayedStep", "plain_peak_bytes", "scaled"]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ReplayedStep:
     """What a step comes to.
 
     Attributes:
@@ -98,7 +98,7 @@ class Replay(ABC):
         self._uses_left = Counter(t.block for t in record.touches if t.is_use)
         self._dying: list[int] = []
 
-    def run(self) -> Prediction:
+    def run(self) -> ReplayedStep:
         """Walk through the step."""
         last_ns, saved = 0, set()
         beyond = self.record.beyond or [Beyond(0, 0)] * (len(self.record.touches) + 1)
@@ -117,7 +117,7 @@ class Replay(ABC):
         self.now_ns += self.record.end_ns - last_ns
         self._bury()
         self._see(beyond[-1].before_bytes)
-        return Prediction(
+        return ReplayedStep(
             self.now_ns / 1e9, self.stall_ns / 1e9, self.backpressure_ns / 1e9, self.peak_bytes,
             self.moved_bytes, self.moved_blocks,
         )  # fmt: skip

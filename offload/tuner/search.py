@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.tuner.replay import Prediction
+from offload.tuner.replay import ReplayedStep
 from offload.tuner.setting import Setting
-from offload.tuner.trial import Measured
+from offload.tuner.trial import TimedSteps
 
 __all__ = ["Calibration", "Candidate", "Limits", "Trial", "calibrated", "search"]
 
@@ -63,7 +63,7 @@ class Candidate:
     """A setting and what the replay says of it."""
 
     setting: Setting
-    predicted: Prediction
+    predicted: ReplayedStep
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Trial:
     predicted_ratio: float
     predicted_live_bytes: int
     moved_bytes: int
-    measured: Measured
+    measured: TimedSteps
 
     def score(self, limits: Limits) -> tuple[float, ...]:
         """Lower is better."""
@@ -96,12 +96,12 @@ class Calibration:
     seconds_per_byte: float = 0.0
     live_bytes: int = 0
 
-    def ratio(self, predicted: Prediction) -> float:
+    def ratio(self, predicted: ReplayedStep) -> float:
         """Of the step's time to plain's."""
         extra = self.seconds_per_byte * predicted.moved_bytes
         return (predicted.seconds + extra) / self.plain_seconds
 
-    def live(self, predicted: Prediction) -> int:
+    def live(self, predicted: ReplayedStep) -> int:
         """Bytes alive."""
         return max(0, predicted.peak_live_bytes + self.live_bytes)
 
@@ -112,13 +112,13 @@ class Calibration:
         return limits.score(self.ratio(p), self.live(p) * margin, p.moved_bytes)
 
 
-def calibrated(base: Calibration, tried: Sequence[tuple[Prediction, Measured]]) -> Calibration:
+def calibrated(base: Calibration, tried: Sequence[tuple[ReplayedStep, TimedSteps]]) -> Calibration:
     """The calibration that fits what was tried: time by least squares through the origin, never
     below the replay's; bytes alive by the largest difference.
 
     Example:
-        >>> p = Prediction(1.0, 0, 0, 100, 50, 1)
-        >>> calibrated(Calibration(1.0), [(p, Measured([1.5], [1.0], 130))])
+        >>> p = ReplayedStep(1.0, 0, 0, 100, 50, 1)
+        >>> calibrated(Calibration(1.0), [(p, TimedSteps([1.5], [1.0], 130))])
         Calibration(plain_seconds=1.0, seconds_per_byte=0.01, live_bytes=30)
     """
     if not tried:
@@ -136,7 +136,7 @@ def search(
     candidates: Sequence[Candidate],
     limits: Limits,
     base: Calibration,
-    measure: Callable[[Setting], Measured],
+    measure: Callable[[Setting], TimedSteps],
     *,
     max_trials: int,
     budget_seconds: float,
@@ -155,7 +155,7 @@ def search(
     """
     started = clock()
     trials: list[Trial] = []
-    tried: list[tuple[Prediction, Measured]] = []
+    tried: list[tuple[ReplayedStep, TimedSteps]] = []
     left = list(candidates)
     while left and len(trials) < max_trials and clock() - started < budget_seconds:
         now = calibrated(base, tried)
@@ -185,7 +185,7 @@ def _promising(
     return ratio < best.ratio - _SAME_TIME
 
 
-def _alike(a: Prediction, b: Prediction) -> bool:
+def _alike(a: ReplayedStep, b: ReplayedStep) -> bool:
     """Whether the replay sees no difference that a measurement would."""
     return (
         abs(a.seconds - b.seconds) <= _SAME_TIME / 5 * b.seconds

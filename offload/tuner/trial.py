@@ -21,15 +21,15 @@ from offload.session import Session
 from offload.step import Step
 from offload.tuner.record import StepRecord, record_step, with_releases
 from offload.tuner.setting import Setting
-from offload.tuner.timeline import Timeline
+from offload.tuner.stopwatch import Stopwatch
 
-__all__ = ["Measured", "Runner", "recomputing", "repeated_blocks"]
+__all__ = ["Runner", "TimedSteps", "recomputing", "repeated_blocks"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class Measured:
+class TimedSteps:
     """Steps of one kind, and the plain ones between them.
 
     Attributes:
@@ -63,7 +63,7 @@ class Runner:
         step: one forward and backward.
         model: what it trains, if known; its parameters and buffers do not count as activations.
         config: everything of a session but the setting under trial.
-        timeline: tells how long a step takes.
+        stopwatch: tells how long a step takes.
         repeats: timed steps of a trial, each after a plain one.
     """
 
@@ -72,20 +72,20 @@ class Runner:
         step: Callable[[], object],
         model: nn.Module | None,
         config: Config,
-        timeline: Timeline,
+        stopwatch: Stopwatch,
         repeats: int,
     ) -> None:
         self.step = step
         self.model = model
         self._config = config
-        self._timeline = timeline
+        self._stopwatch = stopwatch
         self._repeats = repeats
 
-    def plain(self) -> Measured:
+    def plain(self) -> TimedSteps:
         """Plain steps only; the first two are not timed, the second is metered."""
         self.step()
         peak_bytes = self._peak_bytes(nullcontext, activation_meter(self.model))
-        measured = Measured(peak_live_bytes=peak_bytes)
+        measured = TimedSteps(peak_live_bytes=peak_bytes)
         for _ in range(self._repeats):
             measured.seconds.append(self._timed(nullcontext)[0])
         measured.plain_seconds = measured.seconds
@@ -93,22 +93,22 @@ class Runner:
 
     def record(self) -> StepRecord:
         """What a plain step saves and asks for, and when."""
-        record = record_step(self.step, self._config, self._timeline)
+        record = record_step(self.step, self._config, self._stopwatch)
         if self._config.device.type != "cpu":
             return record
         return with_releases(record, self.step, self._config)
 
-    def offloaded(self, setting: Setting) -> Measured:
+    def offloaded(self, setting: Setting) -> TimedSteps:
         """Under a session with ``setting``. The first step, from which the session learns the
         order of backward, is metered and not timed.
         """
         with Session(attrs.evolve(self._config, **setting.options())) as session:
             meter = activation_meter(self.model, session)
-            measured = Measured(peak_live_bytes=self._peak_bytes(session.step, meter))
+            measured = TimedSteps(peak_live_bytes=self._peak_bytes(session.step, meter))
             self._alternate(measured, session.step)
         return measured
 
-    def recomputed(self) -> Measured | None:
+    def recomputed(self) -> TimedSteps | None:
         """With torch's checkpoint around each of the model's repeated blocks; None if it has none.
 
         The first step is metered and not timed.
@@ -118,11 +118,11 @@ class Runner:
             return None
         meter = activation_meter(self.model)
         context = partial(recomputing, blocks, meter)
-        measured = Measured(peak_live_bytes=self._peak_bytes(context, meter))
+        measured = TimedSteps(peak_live_bytes=self._peak_bytes(context, meter))
         self._alternate(measured, partial(recomputing, blocks, None))
         return measured
 
-    def _alternate(self, measured: Measured, context: Context) -> None:
+    def _alternate(self, measured: TimedSteps, context: Context) -> None:
         for _ in range(self._repeats):
             measured.plain_seconds.append(self._timed(nullcontext)[0])
             seconds, entered = self._timed(context)
@@ -130,10 +130,10 @@ class Runner:
             measured.report = entered.report if isinstance(entered, Step) else None
 
     def _timed(self, context: Context) -> tuple[float, object]:
-        self._timeline.begin()
+        self._stopwatch.begin()
         with context() as entered:
             self.step()
-        return self._timeline.end_ns() / 1e9, entered
+        return self._stopwatch.end_ns() / 1e9, entered
 
     def _peak_bytes(self, context: Context, meter: LiveBytesMeter) -> int:
         if self._config.device.type != "cpu":

@@ -17,16 +17,16 @@ from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
 from offload.tuner.decide import Decision, decide, pareto
 from offload.tuner.record import StepRecord
-from offload.tuner.replay import Prediction, plain_peak_bytes, scaled
+from offload.tuner.replay import ReplayedStep, plain_peak_bytes, scaled
 from offload.tuner.replay_disk import DiskReplay
 from offload.tuner.replay_link import LinkReplay
 from offload.tuner.search import Calibration, Candidate, Limits, Trial, calibrated, search
 from offload.tuner.setting import Setting, grid
-from offload.tuner.timeline import Timeline, timeline_for
-from offload.tuner.trial import Measured, Runner
+from offload.tuner.stopwatch import Stopwatch, stopwatch_for
+from offload.tuner.trial import Runner, TimedSteps
 from offload.units import format_bytes, parse_bytes
 
-__all__ = ["Tuning", "predict", "tune"]
+__all__ = ["Tuning", "replayed", "tune"]
 
 JSON_FORMAT = 1
 LEAST_BLOCK_BYTES = 16 << 10  # to move less than this costs more than it frees
@@ -50,8 +50,8 @@ class Tuning:
     decision: Decision
     config: Config
     limits: Limits
-    plain: Measured
-    recomputed: Measured | None
+    plain: TimedSteps
+    recomputed: TimedSteps | None
     trials: tuple[Trial, ...]
     curve: tuple[tuple[Setting, float, int], ...]
     settings: int
@@ -124,7 +124,7 @@ class Tuning:
         }
 
 
-def _values(measured: Measured) -> dict[str, Any]:
+def _values(measured: TimedSteps) -> dict[str, Any]:
     return {
         "seconds": measured.seconds,
         "plain_seconds": measured.plain_seconds,
@@ -134,9 +134,9 @@ def _values(measured: Measured) -> dict[str, Any]:
     }
 
 
-def predict(
+def replayed(
     record: StepRecord, setting: Setting, profile: MachineProfile, config: Config
-) -> Prediction:
+) -> ReplayedStep:
     """What a step comes to under ``config`` with ``setting``."""
     if config.device.type != "cpu":
         return LinkReplay(record, setting, profile).run()
@@ -156,7 +156,7 @@ def tune(
     settings: list[Setting] | None = None,
     profile: MachineProfile | None = None,
     advance: Callable[[str], None] = lambda what: None,
-    _timeline: Timeline | None = None,
+    _stopwatch: Stopwatch | None = None,
     **options: Any,
 ) -> Tuning:
     """Find the options with which a session keeps to a limit at the least cost.
@@ -203,8 +203,8 @@ def tune(
     limits = _limits(max_live_bytes, max_overhead)
     _check_numbers(budget_seconds, max_trials, repeats)
     config = Config.given(config, options)
-    timeline = _timeline if _timeline is not None else timeline_for(config.device)
-    runner = Runner(step, model, config, timeline, repeats)
+    stopwatch = _stopwatch if _stopwatch is not None else stopwatch_for(config.device)
+    runner = Runner(step, model, config, stopwatch, repeats)
     advance("plain steps")
     plain = runner.plain()
     advance("recording a step")
@@ -223,7 +223,7 @@ def tune(
     advance("recomputing")
     recomputed = runner.recomputed()
 
-    def measure(setting: Setting) -> Measured:
+    def measure(setting: Setting) -> TimedSteps:
         advance(f"offloading, {format_bytes(setting.keep_last_bytes)} kept")
         return runner.offloaded(setting)
 
@@ -291,7 +291,7 @@ def _candidates(
     """
     budget = config.host_budget
     allowed = [s for s in settings if budget is None or s.window_bytes <= budget]
-    found = [Candidate(s, predict(record, s, profile, config)) for s in allowed]
+    found = [Candidate(s, replayed(record, s, profile, config)) for s in allowed]
     if config.device.type == "cpu":
         return found
     room_bytes = config.arena_bytes

@@ -14,10 +14,10 @@ from torch import nn
 
 import offload
 from offload.probe import MachineProfile
-from offload.tuner import Choice, Setting, predict
+from offload.tuner import Choice, Setting, replayed
 from offload.tuner.record import StepRecord, record_step
 from offload.tuner.replay import plain_peak_bytes
-from offload.tuner.timeline import DeviceTimeline
+from offload.tuner.stopwatch import DeviceStopwatch
 from offload.tuner.trial import Runner
 from offload.workloads import preset
 
@@ -35,7 +35,7 @@ class Rig:
         (batch,) = workload.batches(1, 0)
         self.batch = tuple(t.to("sim") for t in batch)
         self.config = offload.Config(device="sim", disk_dir=directory, min_offload_bytes=1)
-        self.timeline = DeviceTimeline(torch.device("sim", 0), simdev.host_virtual_time_ns)
+        self.stopwatch = DeviceStopwatch(torch.device("sim", 0), simdev.host_virtual_time_ns)
         self.set_rate(1e9)
 
     def step(self) -> None:
@@ -53,11 +53,11 @@ class Rig:
         )
 
     def runner(self) -> Runner:
-        return Runner(self.step, self.model, self.config, self.timeline, repeats=1)
+        return Runner(self.step, self.model, self.config, self.stopwatch, repeats=1)
 
     def record(self) -> StepRecord:
         self.step()
-        return record_step(self.step, self.config, self.timeline)
+        return record_step(self.step, self.config, self.stopwatch)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_predicted_time_is_what_a_step_takes(
     assert plain.best_seconds == pytest.approx(record.end_ns / 1e9, rel=0.01)
     assert plain.peak_live_bytes == plain_peak_bytes(record)
     for setting in settings_of(record):
-        predicted = predict(record, setting, rig.profile, rig.config)
+        predicted = replayed(record, setting, rig.profile, rig.config)
         measured = runner.offloaded(setting)
         assert predicted.seconds == pytest.approx(measured.best_seconds, rel=0.05), setting
         assert predicted.peak_live_bytes == pytest.approx(measured.peak_live_bytes, rel=0.05)
@@ -113,7 +113,7 @@ def test_directions_of_different_speed(gpt: Rig) -> None:
         gpt.set_rate(out, into)
         record = gpt.record()
         setting = Setting(1, 64 << 10, 64 << 10, 0, *IO)
-        predicted = predict(record, setting, gpt.profile, gpt.config)
+        predicted = replayed(record, setting, gpt.profile, gpt.config)
         measured = gpt.runner().offloaded(setting)
         assert predicted.seconds == pytest.approx(measured.best_seconds, rel=0.05)
         waits.append((predicted.backpressure_seconds, predicted.stall_seconds))
@@ -127,7 +127,7 @@ def test_a_profile_with_other_rates_predicts_something_else(gpt: Rig) -> None:
     setting = Setting(1, 64 << 10, 64 << 10, 0, *IO)
     twice = replace(gpt.profile, link_out_bytes_per_s=1e9, link_in_bytes_per_s=1e9)
     seconds = [
-        predict(record, setting, profile, gpt.config).seconds for profile in (gpt.profile, twice)
+        replayed(record, setting, profile, gpt.config).seconds for profile in (gpt.profile, twice)
     ]
     assert seconds[0] > 1.2 * seconds[1]
 
@@ -161,7 +161,7 @@ def test_as_good_as_trying_everything_with_a_fifth_of_the_trials(gpt: Rig) -> No
     assert 0 < len(fitting) < len(settings)
     tuning = offload.tune(
         gpt.step, None, max_live_bytes=limit_bytes, config=gpt.config, settings=settings,
-        profile=gpt.profile, max_trials=len(settings) // 5, repeats=1, _timeline=gpt.timeline,
+        profile=gpt.profile, max_trials=len(settings) // 5, repeats=1, _stopwatch=gpt.stopwatch,
     )  # fmt: skip
     assert tuning.decision.choice is Choice.OFFLOAD, tuning.decision.why
     chosen = everything[tuning.decision.trial.setting]
@@ -174,7 +174,7 @@ def test_as_good_as_trying_everything_with_a_fifth_of_the_trials(gpt: Rig) -> No
 def tuned(rig: Rig, **limits: object) -> offload.tuner.Tuning:
     return offload.tune(
         rig.step, rig.model, config=rig.config, profile=rig.profile, repeats=1,
-        _timeline=rig.timeline, max_trials=4, **limits,
+        _stopwatch=rig.stopwatch, max_trials=4, **limits,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offload.tuner import Setting
 from offload.tuner.record import Beyond, BlockRecord, StepRecord, Touch
-from offload.tuner.replay import Prediction, Replay, plain_peak_bytes, scaled
+from offload.tuner.replay import Replay, ReplayedStep, plain_peak_bytes, scaled
 from offload.tuner.replay_disk import Disk, DiskReplay
 from offload.tuner.replay_link import LinkReplay
 from tests.tuner.steps import (
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("kind", KINDS)
 SLOW = rates(MIB * 1e3, MIB * 5e2)
 
 
-def predicted(kind: type[Replay], record: StepRecord, given: Setting, **more) -> Prediction:
+def predicted(kind: type[Replay], record: StepRecord, given: Setting, **more) -> ReplayedStep:
     return kind(record, given, more.get("profile", SLOW)).run()
 
 

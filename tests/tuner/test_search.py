@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.tuner import Choice, Limits, Measured, Setting, Trial
+from offload.tuner import Choice, Limits, Setting, TimedSteps, Trial
 from offload.tuner.decide import decide, pareto
-from offload.tuner.replay import Prediction
+from offload.tuner.replay import ReplayedStep
 from offload.tuner.search import Calibration, Candidate, calibrated, search
 from tests.tuner.steps import KIB, MIB, setting
 
@@ -17,22 +17,22 @@ BASE = Calibration(plain_seconds=1.0)
 
 def candidate(seconds: float, live: int, moved: int = 0, number: int = 0) -> Candidate:
     return Candidate(
-        setting(keep_last_bytes=number), Prediction(seconds, 0, 0, live, moved, 1)
+        setting(keep_last_bytes=number), ReplayedStep(seconds, 0, 0, live, moved, 1)
     )  # fmt: skip
 
 
-def measured(ratio: float, live: int) -> Measured:
-    return Measured([ratio], [1.0], live)
+def measured(ratio: float, live: int) -> TimedSteps:
+    return TimedSteps([ratio], [1.0], live)
 
 
 class Machine:
     """Measures what it is told to, and counts."""
 
-    def __init__(self, truth: dict[Setting, Measured]) -> None:
+    def __init__(self, truth: dict[Setting, TimedSteps]) -> None:
         self.truth = truth
         self.asked: list[Setting] = []
 
-    def __call__(self, setting: Setting) -> Measured:
+    def __call__(self, setting: Setting) -> TimedSteps:
         self.asked.append(setting)
         return self.truth[setting]
 
@@ -133,7 +133,7 @@ def test_with_a_true_model_nothing_beats_what_is_found(
 
 
 def test_calibration_never_makes_moving_cheaper_than_predicted() -> None:
-    p = Prediction(1.2, 0, 0, 10, 100, 1)
+    p = ReplayedStep(1.2, 0, 0, 10, 100, 1)
     assert calibrated(BASE, [(p, measured(1.0, 5))]) == replace(BASE, live_bytes=-5)
     assert calibrated(BASE, []) is BASE
 

@@ -15,11 +15,11 @@ from offload.__main__ import main
 from offload.cli.targets import target_of_workload
 from offload.live import LiveBytesMeter
 from offload.probe import DiskRates, MachineProfile
-from offload.tuner import Choice, Setting, predict
+from offload.tuner import Choice, Setting, replayed
 from offload.tuner.record import record_step, with_releases
 from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.setting import grid
-from offload.tuner.timeline import HostTimeline
+from offload.tuner.stopwatch import HostStopwatch
 from offload.tuner.trial import Runner, recomputing, repeated_blocks
 from tests.support import assert_identical
 
@@ -53,7 +53,7 @@ def test_a_record_has_what_is_saved_and_asked_for(config: offload.Config) -> Non
         y = x.exp()  # saves its result, as does ...
         (y.sin() * held).sum().backward()  # ... sin its input; the product saves both factors
 
-    record = record_step(step, config, HostTimeline())
+    record = record_step(step, config, HostStopwatch())
     nbytes = 4 * 64 * 64
     assert [b.nbytes for b in record.blocks] == [nbytes] * len(record.blocks)
     assert [b.held for b in record.blocks] == [False, True]
@@ -68,7 +68,7 @@ def test_a_record_has_what_is_saved_and_asked_for(config: offload.Config) -> Non
 
 def test_the_replay_of_a_record_holds_what_a_meter_sees(config: offload.Config) -> None:
     target = target_of_workload("gpt-tiny")
-    record = record_step(target.step, config, HostTimeline())
+    record = record_step(target.step, config, HostStopwatch())
     with LiveBytesMeter(exclude=[*target.model.parameters(), *target.model.buffers()]) as meter:
         target.step()
     assert plain_peak_bytes(record) == meter.peak_bytes
@@ -84,9 +84,9 @@ def test_the_replay_of_a_record_holds_what_a_meter_sees(config: offload.Config) 
 )
 def test_bytes_alive_are_predicted(given: Setting, config: offload.Config) -> None:
     target = target_of_workload("gpt-tiny")
-    runner = Runner(target.step, target.model, config, HostTimeline(), repeats=1)
+    runner = Runner(target.step, target.model, config, HostStopwatch(), repeats=1)
     runner.plain()
-    predicted = predict(runner.record(), given, RATES, config)
+    predicted = replayed(runner.record(), given, RATES, config)
     measured = runner.offloaded(given)
     assert measured.report is not None
     assert predicted.moved_bytes == measured.report.offloaded_bytes
@@ -104,12 +104,12 @@ def test_releases_are_those_of_the_frames(config: offload.Config) -> None:
         w = z.exp()
         w.exp().sum().backward()
 
-    record = with_releases(record_step(step, config, HostTimeline()), step, config)
+    record = with_releases(record_step(step, config, HostStopwatch()), step, config)
     assert [b.nbytes for b in record.blocks] == [4 * 64 * 64] * 4
     # y is let go of before the third save; z and w live on in the frame until the end.
     assert record.released[0] == 2
     assert record.released[1] >= 4 and record.released[2] >= 4
-    other = record_step(lambda: step() or torch.ones(8, 8), config, HostTimeline())
+    other = record_step(lambda: step() or torch.ones(8, 8), config, HostStopwatch())
     assert with_releases(other, lambda: None, config).released == ()
 
 
@@ -118,7 +118,7 @@ def test_releases_are_those_of_the_frames(config: offload.Config) -> None:
 
 def test_the_grid_is_in_proportion_and_has_the_own_setting(config: offload.Config) -> None:
     target = target_of_workload("gpt-tiny")
-    record = record_step(target.step, config, HostTimeline())
+    record = record_step(target.step, config, HostStopwatch())
     settings = grid(record, config, RATES)
     assert Setting.of(config) in settings
     assert len(settings) == len(set(settings)) > 50

@@ -1,4 +1,4 @@
-"""Timelines: where the computation is, and how much memory it has."""
+"""Stopwatches: where the computation is, and how much memory it has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DeviceTimeline", "HostTimeline", "Timeline", "timeline_for"]
+__all__ = ["DeviceStopwatch", "HostStopwatch", "Stopwatch", "stopwatch_for"]
 
 
-class Timeline(Protocol):
+class Stopwatch(Protocol):
     """When the computation was where; times in nanoseconds on one scale of its own."""
 
     def begin(self) -> None:
@@ -35,7 +35,7 @@ class Timeline(Protocol):
         """
 
 
-class HostTimeline:
+class HostStopwatch:
     """Of ``device="cpu"``, where host and computation are one."""
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class HostTimeline:
         return None
 
 
-class DeviceTimeline:
+class DeviceStopwatch:
     """Of an accelerator: events on the stream that computes.
 
     Args:
@@ -102,6 +102,6 @@ class DeviceTimeline:
         return stream.record_event(torch.Event(stream.device, enable_timing=True))
 
 
-def timeline_for(device: torch.device) -> Timeline:
-    """The timeline of a device."""
-    return HostTimeline() if device.type == "cpu" else DeviceTimeline(device)
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """The stopwatch of a device."""
+    return HostStopwatch() if device.type == "cpu" else DeviceStopwatch(device)
