@@ -27,7 +27,7 @@ from offload.session import Session
 __all__ = ["NO_LIMIT", "Measurement", "measure_model", "plan", "plan_from"]
 
 _MOST_STEPS = 24  # until a plan has settled
-NO_LIMIT = 1 << 50
+NO_LIMIT = 1 << 50  # bytes: more than any device has
 Size = int | str
 
 

@@ -17,9 +17,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["NO_LIMIT", "FigureTable", "Prose", "text_of", "width_of"]
+__all__ = ["UNWRAPPED_COLUMNS", "FigureTable", "Prose", "text_of", "width_of"]
 
-NO_LIMIT = 1000  # columns: what is no terminal is not wrapped for one
+UNWRAPPED_COLUMNS = 1000  # what is no terminal is not wrapped for one
 _WIDEST_CELL = 72  # of text that may be wrapped
 _GLUE = "\ue000"  # a space at which no line breaks; rich breaks lines at U+00A0 too
 _BEFORE_UNIT = re.compile(
@@ -27,7 +27,7 @@ _BEFORE_UNIT = re.compile(
 )
 
 
-def width_of(stream: TextIO | None, otherwise: int = NO_LIMIT) -> int:
+def width_of(stream: TextIO | None, otherwise: int = UNWRAPPED_COLUMNS) -> int:
     """The columns of a stream: ``$COLUMNS``, else those of its terminal, if it is one."""
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdigit() and int(given) > 0:
@@ -210,7 +210,7 @@ def _pair(heading: Text, cell: Text, width: int) -> Text:
     return Text.assemble(heading, _GLUE if together.cell_len <= width else " ", cell)
 
 
-_MEASURING = Console(file=io.StringIO(), width=NO_LIMIT)
+_MEASURING = Console(file=io.StringIO(), width=UNWRAPPED_COLUMNS)
 
 
 def _glued(text: object) -> Text:

@@ -18,11 +18,11 @@ from offload.cli.terminal import save
 
 __all__ = ["command", "merged_trace"]
 
-Trace = dict[str, Any]
+JsonObject = dict[str, Any]
 STARTED = "started_unix_ns"  # in "otherData": the time of day at which the trace's clock shows 0
 
 
-def merged_trace(traces: Sequence[Trace | list[Any]]) -> Trace:
+def merged_trace(traces: Sequence[JsonObject | list[Any]]) -> JsonObject:
     """One trace with the events of all ranks.
 
     Args:
@@ -43,27 +43,27 @@ def merged_trace(traces: Sequence[Trace | list[Any]]) -> Trace:
         >>> [e["pid"] for e in merged["traceEvents"] if e["name"] == "step"]
         [0, 1]
     """
-    whole: list[Trace] = [t if isinstance(t, dict) else {"traceEvents": t} for t in traces]
+    whole: list[JsonObject] = [t if isinstance(t, dict) else {"traceEvents": t} for t in traces]
     for number, trace in enumerate(whole):
         _check(trace, number)
-    about: list[Trace] = [trace.get("otherData") or {} for trace in whole]
+    about: list[JsonObject] = [trace.get("otherData") or {} for trace in whole]
     ranks = [int(a.get("rank", number)) for number, a in enumerate(about)]
     if len(set(ranks)) < len(ranks):
         raise ValueError(f"the traces are of ranks {ranks}: give each rank's once")
     starts = [a.get(STARTED) for a in about]
     known = [int(s) for s in starts if s is not None]
     first_ns = min(known) if len(known) == len(starts) and known else None
-    events: list[Trace] = []
+    events: list[JsonObject] = []
     for trace, rank, start_ns in zip(whole, ranks, starts, strict=True):
         shift_us = (int(start_ns or 0) - first_ns) / 1e3 if first_ns is not None else 0.0
         events += _of_rank(trace["traceEvents"], rank, max(len(whole), max(ranks) + 1), shift_us)
-    other: Trace = {"ranks": sorted(ranks)}
+    other: JsonObject = {"ranks": sorted(ranks)}
     if first_ns is not None:
         other[STARTED] = first_ns
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _check(trace: Trace, number: int) -> None:
+def _check(trace: JsonObject, number: int) -> None:
     """Refuse what the merging below could not read."""
     events = trace.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
@@ -85,7 +85,9 @@ def _check(trace: Trace, number: int) -> None:
             )
 
 
-def _of_rank(events: Iterable[Trace], rank: int, stride: int, shift_us: float) -> Iterable[Trace]:
+def _of_rank(
+    events: Iterable[JsonObject], rank: int, stride: int, shift_us: float
+) -> Iterable[JsonObject]:
     """Events with the process numbers, times and identities of one rank."""
     processes: dict[Any, int] = {}
     named: set[int] = set()

@@ -89,7 +89,7 @@ def other_ways(found: Measurement) -> list[tuple[str, Plan]]:
     return [(name, found.uniform(action)) for name, action in named.items()]
 
 
-def budgets_of(found: Measurement, points: int) -> list[float]:
+def budgets_between(found: Measurement, points: int) -> list[float]:
     """From a tenth to nine tenths of what lies between the floor and all that is saved."""
     low, high = found.floor_bytes, found.plain_bytes
     return [low + (0.1 + 0.8 * i / max(1, points - 1)) * (high - low) for i in range(points)]
@@ -121,7 +121,7 @@ def sweep(
     for number in range(len(done)):
         run(number)
     beside = [(p.nbytes, p.name) for p in done if p.name != "plain"]
-    for budget, name in [*beside, *((n, "") for n in budgets_of(found, points))]:
+    for budget, name in [*beside, *((n, "") for n in budgets_between(found, points))]:
         try:
             plan = found.plan(budget)
         except PlanError:  # below the floor; or host memory or the disk do not allow it

@@ -19,9 +19,9 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.workloads import PRESETS, preset
 
-__all__ = ["Step", "Target", "TargetError", "load_target", "target_of_workload"]
+__all__ = ["Target", "TargetError", "load_target", "target_of_workload"]
 
-Step = Callable[[], object]
+StepFunction = Callable[[], object]
 _FORMS = "module:function, script.py:function, or one of the workloads"
 
 
@@ -42,7 +42,7 @@ class Target:
     """
 
     name: str
-    step: Step
+    step: StepFunction
     model: nn.Module | None = None
 
 
@@ -120,7 +120,7 @@ def _target(text: str, made: Any) -> Target:
     )
 
 
-def _checked(text: str, step: Step) -> Step:
+def _checked(text: str, step: StepFunction) -> StepFunction:
     _expect_no_arguments(
         step, f"the step of {text!r}", "bind its data: return lambda: step(batch), for instance"
     )

@@ -26,7 +26,7 @@ from offload.cli.failure import Failure
 from offload.errors import OffloadWarning
 from offload.files import write_whole
 from offload.interrupts import interrupts_kept, stop_if_interrupted
-from offload.tables import NO_LIMIT, width_of
+from offload.tables import UNWRAPPED_COLUMNS, width_of
 
 __all__ = [
     "kept_out",
@@ -190,7 +190,7 @@ def results(*, quiet: bool = False, wrapped: bool = True) -> Console:
         quiet: it shows nothing.
         wrapped: its lines are no longer than the terminal's.
     """
-    width = width_of(sys.stdout) if wrapped else NO_LIMIT
+    width = width_of(sys.stdout) if wrapped else UNWRAPPED_COLUMNS
     return Console(width=width, height=1, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 

@@ -21,7 +21,7 @@ import torch
 from offload.errors import OrderError
 
 HOST = "host"
-Clock = dict[Hashable, int]  # how far each actor had come
+VectorClock = dict[Hashable, int]  # how far each actor had come
 Actor = torch.Stream | str  # a stream, or HOST
 
 
@@ -32,7 +32,7 @@ class Mark:
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
-        self.clock: Clock = {}
+        self.clock: VectorClock = {}
 
 
 class Order:
@@ -129,7 +129,7 @@ class CheckedOrder(Order):
     """
 
     def __init__(self) -> None:
-        self._clocks: dict[Hashable, Clock] = {}
+        self._clocks: dict[Hashable, VectorClock] = {}
         self._memories: dict[str, _Memory] = {}
 
     def record(self, stream: torch.Stream, *, timed: bool = False) -> Mark:
@@ -176,10 +176,10 @@ class CheckedOrder(Order):
         for held in self._memories.setdefault(space, _Memory()).cover(start, start + nbytes):
             held.written, held.reads = None, {}
 
-    def _clock(self, actor: Actor) -> Clock:
+    def _clock(self, actor: Actor) -> VectorClock:
         return self._clocks.setdefault(_name(actor), {})
 
-    def _launch(self, actor: Actor) -> Clock:
+    def _launch(self, actor: Actor) -> VectorClock:
         """Whatever the host queues comes after what the host has seen."""
         clock = self._clock(actor)
         if actor != HOST:
@@ -187,7 +187,7 @@ class CheckedOrder(Order):
         return clock
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def _join(clock: VectorClock, other: VectorClock) -> None:
     for actor, time in other.items():
         if clock.get(actor, 0) < time:
             clock[actor] = time

@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 
 from offload.recompute.statistics import modules_of, statistics_kept
 
-__all__ = ["Chain", "Region"]
+__all__ = ["Composed", "Region"]
 
 T = TypeVar("T")
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})  # hold no tensor, surely
 
 
-class Chain:
+class Composed:
     """A callable that is made of others."""
 
     __slots__ = ("functions",)
@@ -109,6 +109,6 @@ class Region(Generic[T]):
     def modules(self) -> list[nn.Module]:
         """Those that it calls, as far as its function and its inputs tell."""
         function = self._function
-        parts = function.functions if isinstance(function, Chain) else [function]
+        parts = function.functions if isinstance(function, Composed) else [function]
         passed = [value for value in self._kept if isinstance(value, nn.Module)]
         return passed + [module for part in parts for module in modules_of(part)]

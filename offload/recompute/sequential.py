@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from offload.recompute.checkpoint import checkpoint
-from offload.recompute.regions import Chain
+from offload.recompute.regions import Composed
 from offload.recompute.schedule import Schedule, split
 
 __all__ = ["checkpoint_sequential"]
@@ -75,7 +75,7 @@ def checkpoint_sequential(
     return _Part(chain, schedule.segments, schedule.levels, preserve_rng_state)(*inputs)
 
 
-class _Part(Chain):
+class _Part(Composed):
     """Some functions in a row, with what is left to cut of them."""
 
     __slots__ = ("_levels", "_preserve_rng_state", "_segments")
