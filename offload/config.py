@@ -17,9 +17,7 @@ from offload.machine import (
 )
 from offload.optionfile import read_options, what_there_is
 from offload.pool import Allocator
-from offload.units import format_bytes, parse_bytes
-
-MiB = 1 << 20
+from offload.units import MIB, format_bytes, parse_bytes
 
 
 def _to_bytes(value: int | str, attribute: "Attribute[Any]") -> int:
@@ -193,16 +191,16 @@ class Config:
         default="group", validator=_one_of("group", "rank")
     )
     device_budget: int | None = field(default=None, converter=_to_device_budget)
-    min_offload_bytes: int = _size(1 * MiB)
-    window_bytes: int = _size(32 * MiB)
-    prefetch_bytes: int = _size(68 * MiB)
-    keep_last_bytes: int = _size(16 * MiB)
+    min_offload_bytes: int = _size(1 * MIB)
+    window_bytes: int = _size(32 * MIB)
+    prefetch_bytes: int = _size(68 * MIB)
+    keep_last_bytes: int = _size(16 * MIB)
     allocator: Allocator | None = field(default=None, validator=_one_of(None, "pool", "system"))
     verify: bool = field(default=False, validator=_one_of(True, False))
     verify_recompute: bool = field(default=False, validator=_one_of(True, False))
     on_error: Literal["keep", "raise"] = field(default="keep", validator=_one_of("keep", "raise"))
     io_threads: int = field(default=None, converter=_to_threads)
-    io_block_bytes: int = _size(8 * MiB)
+    io_block_bytes: int = _size(8 * MIB)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Config":

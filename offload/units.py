@@ -5,6 +5,7 @@ import re
 import humanfriendly
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE | re.ASCII)
+MIB = 1 << 20
 MAX_BYTES = 1 << 60
 SECONDS_PER_DAY = 86_400
 

@@ -27,7 +27,7 @@ from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
 from offload.session import Session
 from offload.tables import FigureTable
-from offload.units import format_bytes, format_seconds
+from offload.units import MIB, format_bytes, format_seconds
 
 __all__ = ["Point", "command", "sweep"]
 
@@ -239,7 +239,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
     axes = figure.subplots()
     planned = sorted((p for p in points if p.name == "plan"), key=lambda p: p.budget_bytes)
     axes.plot(
-        [p.predicted_bytes / 2**20 for p in planned], [p.predicted_seconds for p in planned],
+        [p.predicted_bytes / MIB for p in planned], [p.predicted_seconds for p in planned],
         "o--", color="tab:blue", alpha=0.6, label="plan, predicted",
     )  # fmt: skip
     seen = [(_mib(p), p.measured_seconds) for p in planned if p.measured_seconds is not None]
@@ -259,7 +259,7 @@ def picture(points: Sequence[Point], title: str, kind: str) -> bytes:
 
 
 def _mib(point: Point) -> float:
-    return point.nbytes / 2**20
+    return point.nbytes / MIB
 
 
 def page(points: Sequence[Point], title: str) -> str:

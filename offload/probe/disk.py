@@ -16,14 +16,14 @@ import torch
 
 from offload.config import Config
 from offload.engines import Engine, Request, Slot, open_engine
+from offload.units import MIB
 
 __all__ = ["Cell", "DiskRates", "FioRates", "fio_rates", "measure_copy", "measure_disk"]
 
 EngineName: TypeAlias = Literal["native", "aio"] | None
-_MIB = 1 << 20
 _SLOTS = 4
-_SLOT_BYTES = 8 * _MIB  # 4 of them are a session's default window
-MIN_FILE_BYTES = 64 * _MIB
+_SLOT_BYTES = 8 * MIB  # 4 of them are a session's default window
+MIN_FILE_BYTES = 64 * MIB
 _COPY_SECONDS = 0.2
 
 
@@ -123,7 +123,7 @@ def measure_disk(
     """
     found = []
     for cell in cells:
-        advance(f"disk, {cell.io_threads} threads, {cell.io_block_bytes // _MIB} MiB")
+        advance(f"disk, {cell.io_threads} threads, {cell.io_block_bytes // MIB} MiB")
         config = Config(
             device="cpu", disk_dir=directory, engine=engine, io_threads=cell.io_threads,
             io_block_bytes=cell.io_block_bytes,
@@ -153,7 +153,7 @@ def measure_copy(directory: str, engine: EngineName = None) -> float:
     """Bytes per second at which the engine copies a storage into a slot."""
     opened = open_engine(Config(device="cpu", disk_dir=directory, engine=engine))
     try:
-        storage = torch.ones(64 * _MIB, dtype=torch.uint8).untyped_storage()
+        storage = torch.ones(64 * MIB, dtype=torch.uint8).untyped_storage()
         slot = opened.arena(storage.nbytes()).allocate(storage.nbytes())
         assert slot is not None
         opened.copy(slot, storage, checksum=False)  # faults the pages in

@@ -18,6 +18,7 @@ import torch
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.lanes import pinner_for
+from offload.units import MIB
 
 __all__ = [
     "AcceleratorFacts",
@@ -28,7 +29,6 @@ __all__ = [
     "measure_link",
 ]
 
-_MIB = 1 << 20
 _SMALL_BYTES = 64 << 10
 _LONG_PRODUCT_SECONDS = 200e-6
 _PRODUCTS = 10  # that are timed together on an accelerator
@@ -199,7 +199,7 @@ def measure_link(
     device: torch.device,
     directory: str,
     *,
-    copy_bytes: int = 32 * _MIB,
+    copy_bytes: int = 32 * MIB,
     copies: int = 16,
 ) -> LinkRates:
     """The rates of the link to ``device``.

@@ -25,12 +25,12 @@ from offload.probe.link import (
 )
 from offload.probe.profile import MachineProfile, load_profile, save_profile
 from offload.probe.verdicts import Survey
+from offload.units import MIB
 
 __all__ = ["cells", "machine_profile", "passes", "survey"]
 
-_MIB = 1 << 20
-_QUICK = (Cell(4, 8 * _MIB), Cell(2, 1 * _MIB))
-_FULL = tuple(Cell(t, b * _MIB) for t in (1, 2, 4) for b in (1, 4, 8, 16))
+_QUICK = (Cell(4, 8 * MIB), Cell(2, 1 * MIB))
+_FULL = tuple(Cell(t, b * MIB) for t in (1, 2, 4) for b in (1, 4, 8, 16))
 
 
 def cells(config: Config, *, quick: bool) -> tuple[Cell, ...]:
@@ -65,7 +65,7 @@ def survey(
         OSError: the directory cannot be used.
     """
     directory = directory_facts(config.disk_dir)
-    file_bytes = min((256 if quick else 1024) * _MIB, directory.free_bytes // 4)
+    file_bytes = min((256 if quick else 1024) * MIB, directory.free_bytes // 4)
     if config.disk_budget is not None:
         file_bytes = min(file_bytes, config.disk_budget)
     has_room = file_bytes >= MIN_FILE_BYTES

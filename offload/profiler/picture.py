@@ -9,6 +9,7 @@ from offload.figures import drawn, titled
 from offload.files import write_whole
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.result import MemoryCurve, Profile
+from offload.units import MIB
 
 _ROW_INCHES = 0.32
 
@@ -65,7 +66,7 @@ def _draw_memory(axes: Any, profile: Profile) -> None:
     ):
         times, values = _steps(curve)
         axes.fill_between(times, values, step="post", color=color, alpha=0.25, linewidth=0)
-        peak = curve.peak_bytes / 2**20
+        peak = curve.peak_bytes / MIB
         axes.step(times, values, where="post", color=color, label=f"{label}, peak {peak:,.1f} MiB")
     axes.set_ylabel("activations alive, MiB")
     axes.set_xlabel("ms since the step began")
@@ -77,4 +78,4 @@ def _draw_memory(axes: Any, profile: Profile) -> None:
 
 def _steps(curve: MemoryCurve) -> tuple[list[float], list[float]]:
     times = [ns / 1e6 for ns, _ in curve.points]
-    return times, [nbytes / 2**20 for _, nbytes in curve.points]
+    return times, [nbytes / MIB for _, nbytes in curve.points]

@@ -11,11 +11,11 @@ from typing import Any
 from offload.config import Config
 from offload.probe import MachineProfile, best_rates
 from offload.tuner.record import StepRecord
+from offload.units import MIB
 
 __all__ = ["Setting", "grid"]
 
-_MIB = 1 << 20
-_LEAST_WINDOW_BYTES = _MIB  # of steps that save many times as much
+_LEAST_WINDOW_BYTES = MIB  # of steps that save many times as much
 _WINDOWS = (1 / 64, 1 / 32, 1 / 16, 1 / 8)  # of all bytes that could leave
 _PREFETCHES = (1 / 64, 1 / 32, 1 / 16, 1 / 8)
 _KEPT = (0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
@@ -76,7 +76,7 @@ def grid(record: StepRecord, config: Config, profile: MachineProfile) -> list[Se
 
 
 def _rounded(nbytes: float, floor_bytes: int) -> int:
-    unit = _MIB if nbytes >= 4 * _MIB else 4096
+    unit = MIB if nbytes >= 4 * MIB else 4096
     return max(floor_bytes, round(nbytes / unit) * unit)
 
 
