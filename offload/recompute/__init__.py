@@ -7,6 +7,7 @@
     schedule.py     where a chain is cut, what that costs and what it holds
     selective.py    regions of which only the cheap operations are computed again
     cells.py        the results of the others
+    modes.py        what sees the operations of a region
     rules.py        which modules of a model are recomputed, selective, or offloaded
     caches.py       caches of keys and values, that must not be filled twice
     selectors.py    how a rule says which

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.recompute.cells import Cells, Draw, Needs, random_state
 from offload.recompute.checkpoint import ContextFn
+from offload.recompute.modes import IGNORED, RegionMode
 
 __all__ = ["Selected", "selective"]
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # older versions of torch cannot subscript these
 PolicyFn = Callable[..., Any]
 _aten = torch.ops.aten
 _CheckpointPolicy = torch_checkpoint.CheckpointPolicy
-_IGNORED = torch_checkpoint.SAC_IGNORED_OPS
 _UNSAFE_VIEW = _aten._unsafe_view.default
 
 
@@ -186,30 +186,7 @@ def _traced(
     return _CheckpointPolicy.PREFER_RECOMPUTE if recomputed else _CheckpointPolicy.MUST_SAVE
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operations of a region. Those of a backward inside of it are not counted: what that
-    asks for may have regions recomputed, this one or those around it, and their operations are not
-    this one's next.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._graph_task = -1
-
-    def __enter__(self) -> Any:
-        self._graph_task = torch._C._current_graph_task_id()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def _is_inside_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != self._graph_task
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside a region stays compiled."""
-        return True
-
-
-class _Forward(_Mode):  # type: ignore[no-untyped-call]
+class _Forward(RegionMode):  # type: ignore[no-untyped-call]
     """Puts results into cells."""
 
     def __init__(
@@ -228,7 +205,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _IGNORED:
+        if func in IGNORED:
             return func(*args, **kwargs)
         if not _replaceable(func):
             result = func(*args, **kwargs)
@@ -238,7 +215,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
                 self._cells.aliased(args[0], result)
             return result
         known = self._fates is None or func in self._fates
-        if not known or self._is_inside_backward():
+        if not known or self.is_inside_backward():
             return func(*args, **kwargs)
         device = _generator_of(func, args)
         before = random_state(device) if device is not None else None
@@ -261,7 +238,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         return _fate(self._policy_fn(context, func, *args, **kwargs))
 
 
-class Selected(_Mode):  # type: ignore[no-untyped-call]
+class Selected(RegionMode):  # type: ignore[no-untyped-call]
     """Tells which results of a region ``selective()`` would hold, if nothing writes to them.
 
     Args:
@@ -276,14 +253,14 @@ class Selected(_Mode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _expensive() and _replaceable(func) and not self._is_inside_backward():
+        if func in _expensive() and _replaceable(func) and not self.is_inside_backward():
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._tell(leaf)
         return result
 
 
-class _Recompute(_Mode):  # type: ignore[no-untyped-call]
+class _Recompute(RegionMode):  # type: ignore[no-untyped-call]
     """Takes results from cells."""
 
     def __init__(self, cells: Cells) -> None:
@@ -303,7 +280,7 @@ class _Recompute(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _IGNORED and not self._is_inside_backward():
+        if func not in IGNORED and not self.is_inside_backward():
             index = self._calls[func]
             self._calls[func] += 1
             call = self._cells.find(func, index)

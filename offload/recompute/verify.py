@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -30,13 +29,13 @@ from offload.errors import warn_user
 from offload.hooks import is_of_checkpoint
 from offload.recompute.callers import Names, innermost, outermost
 from offload.recompute.drift import ModuleDrift, RecomputeReport, difference, report_of
+from offload.recompute.modes import IGNORED, RegionMode
 from offload.recompute.regions import Region
 from offload.recompute.statistics import is_statistic
 
 __all__ = ["Verifier", "current_verifier"]
 
 _aten = torch.ops.aten
-_IGNORED = torch_checkpoint.SAC_IGNORED_OPS
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_",
               "empty_permuted", "empty_quantized")  # fmt: skip
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -237,22 +236,12 @@ class _Watched:
         return self.verifier.name(root, module)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(RegionMode):  # type: ignore[no-untyped-call]
     """Sees the operations of a region whose results are compared."""
 
     def __init__(self, watched: _Watched) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watched = watched
-        self._graph_task = -1
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside a region stays compiled."""
-        return True
-
-    def __enter__(self) -> Any:
-        self._graph_task = torch._C._current_graph_task_id()
-        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -260,9 +249,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         # See Note: what is not compared.
         if (
-            func not in _IGNORED
+            func not in IGNORED
             and _computes(func)
-            and torch._C._current_graph_task_id() == self._graph_task
+            and not self.is_inside_backward()
             and not _is_cast_of_leaf(func, args)
             and not (args and is_statistic(args[0], self._watched.region.modules))
         ):
