@@ -26,7 +26,7 @@ from offload.hooks import HookPair, Hooks, is_of_checkpoint
 from offload.live import storage_of
 from offload.weak import VersionWitness
 
-__all__ = ["Cells", "Draw", "Needs", "random_state"]
+__all__ = ["Cells", "Demand", "Draw", "random_state"]
 
 
 class Draw(NamedTuple):
@@ -132,7 +132,7 @@ class _Held(NamedTuple):
         return tensor.detach()
 
 
-class Needs:
+class Demand:
     """Which results recomputations have asked for.
 
     They end with the last tensor that backward needs, and ask for no result after that: from the
@@ -165,8 +165,8 @@ class Cells:
     the same as keeping.
     """
 
-    def __init__(self, needs: Needs) -> None:
-        self._needs = needs
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
         pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if is_of_checkpoint(pair):
             pair = None
@@ -184,7 +184,7 @@ class Cells:
     def add(self, operation: Any, result: object, draw: Draw | None, *, offload: bool) -> None:
         """Hold a result for the recomputation."""
         calls = self._calls.setdefault(operation, [])
-        if not self._needs.expects(operation, len(calls)):
+        if not self._demand.expects(operation, len(calls)):
             calls.append(None)
             return
         call = Call(result, draw)
@@ -230,14 +230,14 @@ class Cells:
         """The recomputation is over, and has made so many calls."""
         for operation, calls in self._calls.items():
             for index in range(counts.get(operation, 0), len(calls)):
-                self._needs.passed_over(operation, index)
+                self._demand.passed_over(operation, index)
 
     def find(self, operation: Any, index: int) -> Call | None:
         """The cell of the operation's call with this number, if it may be used."""
         calls = self._calls.get(operation)
         if calls is None or index >= len(calls):
             return None
-        self._needs.asked(operation, index)
+        self._demand.asked(operation, index)
         call = calls[index]
         return call if call is not None and call.usable else None
 

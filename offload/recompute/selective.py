@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.recompute.cells import Cells, Draw, Needs, random_state
+from offload.recompute.cells import Cells, Demand, Draw, random_state
 from offload.recompute.checkpoint import ContextFn
 from offload.recompute.modes import IGNORED, RegionMode
 
@@ -114,7 +114,7 @@ def selective(
             raise ValueError("give either a policy_fn or lists of operations, not both")
         if not callable(policy_fn):
             raise TypeError(f"policy_fn is {policy_fn!r}; give a function")
-        return functools.partial(_contexts, Needs(), None, policy_fn)
+        return functools.partial(_contexts, Demand(), None, policy_fn)
     kept, again = _overloads("save", save), _overloads("recompute", recompute)
     named = _overloads("offload", offload) if offload is not None else None
     offloaded = named if named is not None else _expensive() - kept - again
@@ -123,7 +123,7 @@ def selective(
             listed = ", ".join(sorted(str(op) for op in a & b))
             raise ValueError(f"{listed}: in two lists; name an operation in one")
     fates = dict.fromkeys(offloaded, _Fate.OFFLOAD) | dict.fromkeys(kept, _Fate.KEEP)
-    return functools.partial(_contexts, Needs(), fates, None)
+    return functools.partial(_contexts, Demand(), fates, None)
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def _overloads(argument: str, operations: Iterable[Any]) -> set[Any]:
 
 
 def _contexts(
-    needs: Needs, fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
+    demand: Demand, fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """One for the forward, one for the recomputation."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -159,7 +159,7 @@ def _contexts(
         policy = functools.partial(_traced, fates, policy_fn)
         made = torch_checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         return made[0], made[1]
-    cells = Cells(needs)
+    cells = Cells(demand)
     return _Forward(cells, fates, policy_fn), _Recompute(cells)
 
 
