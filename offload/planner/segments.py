@@ -20,7 +20,8 @@ def find_segments(model: nn.Module, wanted: Sequence[str] | None = None) -> list
     Repeated blocks: two or more children of one class in a list, sequence or dictionary of modules,
     which have children of their own. Where such blocks are made of such blocks, the inner ones. A
     model without any is divided into the parts of its longest list or sequence, or into its own
-    children.
+    children. (What the tuner compares with, ``tuner.trial.repeated_blocks``, is one stack only, as
+    somebody would recompute it by hand.)
 
     Args:
         model: the model.

@@ -158,6 +158,10 @@ class Runner:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The children of the model's container that repeats the most parameters: several of one class.
 
+    What somebody would wrap by hand, in the one loop over layers that most models have. The
+    segments of a plan (``planner.segments``) are all such blocks of a model, and parts of one that
+    has none: a plan decides about each by itself, and leaves alone what does not pay.
+
     Example:
         >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         >>> len(repeated_blocks(nn.ModuleDict({"head": nn.Linear(8, 2), "layers": layers})))
