@@ -126,7 +126,7 @@ class Auto:
         self.studies: dict[str, Study] = {}
         self.newest: Study | None = None
         self._slow = slow
-        self._least = min_offload_bytes
+        self._least_bytes = min_offload_bytes
         self._given = links or Links()
         again, some = f"recompute+{slow}", f"selective+{slow}"
         # Twice each: the first of a kind meets cold caches, and memory that was never touched.
@@ -266,7 +266,7 @@ class Auto:
     # -- measuring, then planning -----------------------------------------------------------------
 
     def _fresh(self, begun: int = 0) -> Study:
-        return Study(ModelProfile(self._slow, self._least), begun=begun)
+        return Study(ModelProfile(self._slow, self._least_bytes), begun=begun)
 
     def _note_lean(self, study: Study, done: Pass, counters: Counters) -> None:
         """A pass before there is a plan."""
@@ -312,36 +312,36 @@ class Auto:
         study.measured.append(found)
         if found.step == study.judged:
             return  # its peak may be that of an earlier pass of this step, under something else
-        over = found.peak_bytes - int(plan.budgets.device_bytes)
-        study.margin_bytes += max(0, over)
+        over_bytes = found.peak_bytes - int(plan.budgets.device_bytes)
+        study.margin_bytes += max(0, over_bytes)
         study.judged = found.step
         if study.plans <= _ESTIMATING:
-            self._replan(study, signature, over)
+            self._replan(study, signature, over_bytes)
             return
         if study.plans > _ESTIMATING + _REPLANS:
             return
         if study.profile.in_flight > plan.in_flight:
-            self._replan(study, signature, over)
+            self._replan(study, signature, over_bytes)
             return
         if self._fall_back(study, signature):
             return
         predicted = sum(row.stall_seconds for row in plan.rows)
         late = found.stall_seconds - predicted > _WAITING * plan.seconds
         study.waited = study.waited + 1 if late else 0
-        if over <= 0 and study.waited < _PATIENCE:
+        if over_bytes <= 0 and study.waited < _PATIENCE:
             return
         if study.waited >= _PATIENCE:
             study.profile.links = rates()
-        self._replan(study, signature, over)
+        self._replan(study, signature, over_bytes)
 
-    def _replan(self, study: Study, signature: str, over: int) -> None:
+    def _replan(self, study: Study, signature: str, over_bytes: int) -> None:
         """Again, if that is possible; else the plan stays."""
         try:
             self.replan(study, signature)
         except PlanError as e:
             warn_user(
                 f"the budget of {format_bytes(self.budgets.device_bytes)} was passed by "
-                f"{format_bytes(max(0, over))}, and no plan needs less: {e}"
+                f"{format_bytes(max(0, over_bytes))}, and no plan needs less: {e}"
             )
             study.plans = _ESTIMATING + _REPLANS + 1
 
@@ -372,8 +372,8 @@ class Auto:
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""
         chain = study.profile.chain(budgets)
-        margin = MARGIN * budgets.device_bytes + study.margin_bytes
-        return replace(chain, device_bytes=chain.device_bytes - margin)
+        margin_bytes = MARGIN * budgets.device_bytes + study.margin_bytes
+        return replace(chain, device_bytes=chain.device_bytes - margin_bytes)
 
 
 def _measured(done: Pass, counters: Counters) -> Measured:
