@@ -15,11 +15,11 @@ import click
 
 from offload.cli import arguments
 from offload.cli.terminal import save
+from offload.profiler.chrome import STARTED
 
 __all__ = ["command", "merged_trace"]
 
 JsonObject = dict[str, Any]
-STARTED = "started_unix_ns"  # in "otherData": the time of day at which the trace's clock shows 0
 
 
 def merged_trace(traces: Sequence[JsonObject | list[Any]]) -> JsonObject:

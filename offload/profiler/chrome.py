@@ -15,6 +15,7 @@ from offload.profiler.result import Profile, conditions
 from offload.profiler.timeline import LANES, Slice
 
 TRACE_FORMAT = 1
+STARTED = "started_unix_ns"  # in "otherData": the time of day at which the trace's clock shows 0
 _PROCESS = 1
 
 
@@ -31,7 +32,7 @@ def trace_of(profile: Profile) -> dict[str, Any]:
             "name": profile.name,
             "steps": len(profile.reports),
             "rank": int(os.environ.get("RANK") or 0),
-            "started_unix_ns": origin_ns + time.time_ns() - time.perf_counter_ns(),
+            STARTED: origin_ns + time.time_ns() - time.perf_counter_ns(),
             **{key: str(value) for key, value in conditions(profile.device).items()},
         },
     }

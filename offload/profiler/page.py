@@ -12,7 +12,13 @@ from string import Template
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.drawing import draw
 from offload.profiler.result import Profile, conditions
-from offload.report.table import days_told, lane_rows, wait_row
+from offload.report.table import (
+    LANE_HEADINGS,
+    WAIT_HEADINGS,
+    days_told,
+    lane_rows,
+    wait_row,
+)
 from offload.units import format_bytes, format_seconds
 
 _MOST_WAITS = 15
@@ -112,8 +118,7 @@ def _legend(profile: Profile) -> str:
 
 
 def _lanes(profile: Profile) -> str:
-    headings = ("lane", "bytes", "transfers", "busy", "rate", "deepest queue")
-    return _table(headings, lane_rows(profile.report), text={0})
+    return _table(("lane", *LANE_HEADINGS), lane_rows(profile.report), text={0})
 
 
 def _waits(profile: Profile) -> str:
@@ -127,10 +132,8 @@ def _waits(profile: Profile) -> str:
         bar = f'<span class="bar" style="width:{width}px"></span>'
         *cells, seconds = wait_row(w)
         rows.append((*cells, _Html(bar + escape(seconds))))
-    table = _table(
-        ("for", "of module", "asked for by", "tensor", "times", "in all steps"), rows,
-        text={0, 1, 2, 3},
-    )  # fmt: skip
+    headings = (*WAIT_HEADINGS, "times", "in all steps")
+    table = _table(headings, rows, text={*range(len(WAIT_HEADINGS))})
     rest = report.waits[_MOST_WAITS:]
     if not rest:
         return table

@@ -13,6 +13,8 @@ from offload.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from offload.report.step import StepReport, Wait
 
+LANE_HEADINGS = ("bytes", "transfers", "busy", "rate", "deepest queue")
+WAIT_HEADINGS = ("for", "of module", "asked for by", "tensor")
 _MOST_WAITS = 8  # listed; the rest is in the report's ``waits``
 
 
@@ -87,14 +89,14 @@ def lanes(report: StepReport) -> FigureTable:
     """What went over each lane."""
     table = FigureTable(title="lanes")
     table.add_column(style="bold")
-    table.add_figures("bytes", "transfers", "busy", "rate", "deepest queue")
+    table.add_figures(*LANE_HEADINGS)
     for row in lane_rows(report):
         table.add_row(*row)
     return table
 
 
 def lane_rows(report: StepReport) -> list[tuple[str, ...]]:
-    """Of the lanes that were used: name, bytes, transfers, busy, rate and deepest queue."""
+    """Of the lanes that were used: the name, and what ``LANE_HEADINGS`` says."""
     return [
         (
             name,
@@ -112,7 +114,7 @@ def lane_rows(report: StepReport) -> list[tuple[str, ...]]:
 def waits(report: StepReport) -> FigureTable:
     """What the computation waited for, longest first."""
     table = FigureTable(title="what the computation waited for")
-    for heading in ("for", "of module", "asked for by", "tensor"):
+    for heading in WAIT_HEADINGS:
         table.add_column(heading)
     table.add_figures("times", "in all")
     for wait in report.waits[:_MOST_WAITS]:
@@ -128,7 +130,7 @@ def waits(report: StepReport) -> FigureTable:
 
 
 def wait_row(wait: Wait) -> tuple[str, str, str, str, str, str]:
-    """For what, of which module, asked for by which operator, the tensor, how often, how long."""
+    """What ``WAIT_HEADINGS`` says, then how often and how long."""
     kind = "bytes" if wait.kind == "stall" else "room"
     operator = wait.operator.removesuffix("Backward0")  # autograd's names all end alike
     seconds = format_seconds(wait.seconds)
