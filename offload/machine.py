@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import psutil
 
+from offload.units import MAX_BYTES
+
 # File systems that keep their files in memory: offloading to one frees nothing.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
@@ -114,7 +116,7 @@ def _control_groups(root: str) -> Iterator[_Group]:
 def _control_group(directory: str, limit: str, usage: str, inactive: str) -> _Group | None:
     limit_text = text_in(os.path.join(directory, limit))
     # "max", or none of this name; version 1 says "no limit" by a huge number.
-    if not limit_text.isdigit() or int(limit_text) >= 1 << 60:
+    if not limit_text.isdigit() or int(limit_text) >= MAX_BYTES:
         return None
     used_text = text_in(os.path.join(directory, usage))
     used_bytes = int(used_text) if used_text.isdigit() else 0

@@ -4,8 +4,7 @@ import errno as errno_codes
 import os
 import shutil
 
-from offload.engines import Engine, Request, Slot, padded
-from offload.engines.base import PAGE_BYTES
+from offload.engines import PAGE_BYTES, Engine, Request, Slot, padded
 from offload.errors import StorageError
 from offload.freelist import FreeList
 from offload.units import format_bytes
@@ -76,9 +75,7 @@ class DiskStore:
             try:
                 self._engine.reserve(size_bytes + more_bytes)
             except OSError as e:
-                refused = (
-                    e.errno
-                )  # not the exception: it would hold this frame, and what that holds
+                refused = e.errno  # and not e, which would hold this frame and what that holds
             else:
                 self._free.grow(more_bytes)
                 return True

@@ -6,7 +6,7 @@ import humanfriendly
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE | re.ASCII)
 MIB = 1 << 20
-MAX_BYTES = 1 << 60
+MAX_BYTES = 1 << 60  # more than any machine has
 SECONDS_PER_DAY = 86_400
 
 

@@ -16,6 +16,8 @@ from offload.planning import Measurement, measure_model, plan_from
 
 __all__ = ["command", "measured_target", "of_a_model"]
 
+JSON_FORMAT = 1
+
 
 def of_a_model(command: Any) -> Any:
     """The arguments of a command that plans for a model."""
@@ -124,6 +126,6 @@ def command(
     if save is not None:
         terminal.save(save, made.to_json() + "\n")
     if as_json:
-        terminal.print_json({"format": 1, "target": target.name, "plan": made.to_dict()})
+        terminal.print_json({"format": JSON_FORMAT, "target": target.name, "plan": made.to_dict()})
     else:
         terminal.results().print(made.table())

@@ -8,6 +8,7 @@ from offload.planner.model import Chain, Option, Segment
 from offload.planner.predict import Walk, caps
 from offload.planner.profile import Budgets, ModelProfile
 from offload.tiers.gate import Need
+from offload.units import MAX_BYTES
 
 __all__ = ["fits_under", "laid_out", "need_of", "needs_under", "uniform_choice"]
 
@@ -17,7 +18,7 @@ Entries = Sequence[tuple[Segment, int]]
 def laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
     """Alternating: what lies between, a segment, and so on. Nothing between is no need."""
     found: list[Need] = []
-    between = Need(0, 0, 1 << 60, 0)
+    between = Need(0, 0, MAX_BYTES, 0)
     for is_segment, need in needs:
         if is_segment:
             found += [between, need]
@@ -55,7 +56,7 @@ def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
     return Need(
         forward_bytes=int(forward),
         backward_bytes=int(_appears(walk, i)),
-        room_bytes=int(min(room, 1 << 60)),
+        room_bytes=int(min(room, MAX_BYTES)),
         reserve_bytes=int(_reserve(walk, entries, i)),
         # Small storages and what a later segment owns are kept here as well.
         keep_bytes=int(option.resident_bytes + segment.forward_bytes + shared_bytes),

@@ -210,9 +210,7 @@ class Rule:
 
     def enforce(self, module: nn.Module) -> None:
         """Give the module the class that it needs, by what it is now."""
-        self._ruled = _ruled_class(
-            self._base, getattr(module, "_compiled_call_impl", None) is not None
-        )
+        self._ruled = _ruled_class(self._base, _is_compiled_in_place(module))
         module.__class__ = self._ruled
         _rule_of[module] = self
 

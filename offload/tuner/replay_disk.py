@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from offload.engines import PAGE_BYTES
+from offload.engines import padded
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay
@@ -133,7 +133,7 @@ class DiskReplay(Replay):
         self._take_slot(block)
         self.now_ns += nbytes * self._copy_ns
         self._window_bytes += nbytes
-        write = self._disk.write(block, _padded(nbytes), self.now_ns)
+        write = self._disk.write(block, padded(nbytes), self.now_ns)
         self._writing.append(write)
         self._by_block[block] = write
         self.drop(block)
@@ -148,7 +148,7 @@ class DiskReplay(Replay):
         if not self._fits_arena(nbytes):
             return False
         self._take_slot(block)
-        self._by_block[block] = self._disk.read(block, _padded(nbytes), self.now_ns)
+        self._by_block[block] = self._disk.read(block, padded(nbytes), self.now_ns)
         return True
 
     def demand(self, touch: Touch) -> None:
@@ -164,7 +164,7 @@ class DiskReplay(Replay):
             self.wait(self._disk.end_of(self._writing[0]), "backpressure_ns")
             self._poll()
         self._take_slot(block)  # outside the arena if need be
-        self._by_block[block] = self._disk.read(block, _padded(nbytes), self.now_ns, urgent=True)
+        self._by_block[block] = self._disk.read(block, padded(nbytes), self.now_ns, urgent=True)
 
     def take(self, block: int) -> None:
         self._served.add(block)
@@ -197,13 +197,13 @@ class DiskReplay(Replay):
         return not used_bytes or used_bytes + nbytes <= self.setting.window_bytes
 
     def _fits_arena(self, nbytes: int) -> bool:
-        padded_bytes = _padded(nbytes)
+        padded_bytes = padded(nbytes)
         if padded_bytes > self._arena_bytes:  # a mapping of its own, one at a time
             return all(used_bytes <= self._arena_bytes for used_bytes in self._slots.values())
         return self._slot_bytes + padded_bytes <= self._arena_bytes
 
     def _take_slot(self, block: int) -> None:
-        self._slots[block] = _padded(self.record.blocks[block].nbytes)
+        self._slots[block] = padded(self.record.blocks[block].nbytes)
         self._slot_bytes += self._slots[block]
         self.hold(self._slots[block])
 
@@ -211,7 +211,3 @@ class DiskReplay(Replay):
         nbytes = self._slots.pop(block)
         self._slot_bytes -= nbytes
         self.live_bytes -= nbytes
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
