@@ -68,8 +68,8 @@ class RankReports:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """Every number of a report over the ranks, by the name of its field. The overlap is that
-        of the ranks that have one.
+        """Every number of a report over the ranks, by the name of its field; none that a rank
+        lacks, as one without transfers has no overlap.
         """
         values = {f.name: [getattr(r, f.name) for r in self.reports] for f in fields(StepReport)}
         numbers = {

@@ -28,11 +28,12 @@ from offload.trace import Trace
 
 
 class Session:
-    """Keeps the activations of training steps on disk between their forward and their backward.
+    """Keeps the activations of training steps in host memory and on disk from forward to backward.
 
     Args:
         config: the options, if they were put together before.
-        policy: asked for every tensor that may leave: where does it go? Default: to the disk.
+        policy: asked for every tensor that may leave: where does it go? By default to the next
+            slower tier: from an accelerator to host memory, from the CPU to the disk.
         **options: the fields of ``Config``, e.g. ``disk_dir="/nvme"``, ``window_bytes="64MiB"``.
 
     Raises:
