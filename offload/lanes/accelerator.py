@@ -160,12 +160,12 @@ class AcceleratorLane:
         assert isinstance(produced, _Produced)
         source, side = _bytes_of(storage), self._side(storage.device)
         self._after_producer(side.out, produced)
-        start = self.order.record(side.out, timed=True)
+        start = self._timed_mark(side.out)
         with side.out:
             self._host_tensor(slot).copy_(source, non_blocking=True)
         self._touches(side.out, source, write=False, what="copying it out")
         self._touches_slot(side.out, slot, write=True, what="copying out to a slot")
-        copied = self.order.record(side.out, timed=True)
+        copied = self._timed_mark(side.out)
         self._hold(side.held_out, copied, slot)
         self._watch("offload", slot.nbytes, start, copied, about)
         return _Copy(self, copied, produced.stream, about), None
@@ -176,8 +176,9 @@ class AcceleratorLane:
         assert isinstance(copied, _Copy)
         source = _bytes_of(storage)
         if not copied.done():
-            self._watch("backpressure", 0, self._ready(copied.stream), copied.mark, copied.about)
-            self._return_after(copied, source)
+            start = self._timed_mark(copied.stream)
+            self._watch("backpressure", 0, start, copied.mark, copied.about)
+            self._return_after(copied)
         self._touches(copied.stream, source, write=True, what="using its memory again")
         if foreign or self._several_compute(storage.device):
             source.record_stream(copied.stream)  # whose work before now may still read it
@@ -194,12 +195,12 @@ class AcceleratorLane:
         self._touches(current, target, write=True, what="using the target's memory before")
         self._after_allocation(side.into, current)
         self._after_copy_out(side.into, copied)
-        start = self.order.record(side.into, timed=True)
+        start = self._timed_mark(side.into)
         with side.into:
             target.copy_(self._host_tensor(slot), non_blocking=True)
         self._touches_slot(side.into, slot, write=False, what="copying in from a slot")
         self._touches(side.into, target, write=True, what="copying it in")
-        arrived = self.order.record(side.into, timed=True)
+        arrived = self._timed_mark(side.into)
         self._hold(side.held_in, arrived, slot)
         self._watch("reload", slot.nbytes, start, arrived, about)
         return target.untyped_storage(), _Copy(self, arrived, current, about, target)
@@ -210,7 +211,7 @@ class AcceleratorLane:
         assert isinstance(arrived, _Copy)
         consumer = torch.accelerator.current_stream(storage.device)
         if not arrived.done():
-            self._watch("stall", 0, self._ready(consumer), arrived.mark, about())
+            self._watch("stall", 0, self._timed_mark(consumer), arrived.mark, about())
             self._before_use(consumer, arrived)
         arrived.target = None
         target = _bytes_of(storage)
@@ -234,7 +235,7 @@ class AcceleratorLane:
         if index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self._side(device)  # its clock
-        here = self._ready(torch.accelerator.current_stream(device))
+        here = self._timed_mark(torch.accelerator.current_stream(device))
         self._watch(moment, 0, here, here, NOTHING)
         return True
 
@@ -273,7 +274,7 @@ class AcceleratorLane:
         """See [Note: rule 1, copy-out waits for the producer]."""
         self.order.wait(out, produced.mark)
 
-    def _return_after(self, copied: _Copy, source: torch.Tensor) -> None:
+    def _return_after(self, copied: _Copy) -> None:
         """See [Note: rule 2, the source outlives its copy]."""
         self.order.wait(copied.stream, copied.mark)
 
@@ -312,7 +313,7 @@ class AcceleratorLane:
 
     # -- what the report is told ------------------------------------------------------------------
 
-    def _ready(self, stream: torch.Stream) -> Mark:
+    def _timed_mark(self, stream: torch.Stream) -> Mark:
         return self.order.record(stream, timed=True)
 
     def _watch(self, name: str, nbytes: int, start: Mark, end: Mark, about: Subject) -> None:
@@ -358,7 +359,7 @@ class AcceleratorLane:
         side = self._sides.get(device)
         if side is None:
             out, into = torch.Stream(device=device), torch.Stream(device=device)
-            origin = self.order.record(out, timed=True)
+            origin = self._timed_mark(out)
             side = _Side(out, into, origin, now_ns(), deque(), deque())
             self._sides[device] = side
         return side

@@ -16,7 +16,6 @@ from offload.units import format_bytes
 
 __all__ = ["Finding", "Level", "Survey", "best_rates", "findings", "hidden_from_width"]
 
-_GIB = 1 << 30
 _SLOW_DISK_BYTES_PER_S = 0.5e9
 _FIO_SHARE = 0.8
 _LINK_SHARE = 0.6
