@@ -182,8 +182,11 @@ def _leave(
         step._close()
     finally:
         step._close()  # what an interrupt has kept the first from
-    if step._error is not None and step._session.config.on_error == "raise" and exc is None:
-        raise step._error
+    error = step._error
+    if error is not None and step._session.config.on_error == "raise" and exc is None:
+        # Not the one that is kept here and by the tiers: a traceback holds the frames that it has
+        # passed, and with them graphs.
+        raise StorageError(str(error), error.errno)
 
 
 def _unwind(pair: HookPair) -> None:

@@ -232,6 +232,33 @@ def test_a_failure_keeps_no_tensor_alive(open_session, faulty: FaultyEngine) -> 
         gc.enable()
 
 
+def test_a_failure_that_was_raised_keeps_no_tensor_alive(
+    open_session, faulty: FaultyEngine
+) -> None:
+    """Nor the frames that it has passed, with all that is in them."""
+    session = open_session(_engine=faulty, on_error="raise")
+    faulty.good_writes = 0
+
+    def train() -> None:
+        with session.step():
+            loss = chain(rand(64, 64).requires_grad_(), 3)
+        loss.backward()
+
+    gc.disable()
+    try:
+        with pytest.warns(OffloadWarning):
+            try:
+                train()
+            except StorageError as e:
+                assert e.errno == errno.EIO
+            else:
+                pytest.fail("it was not raised")
+        assert session._hooks.live_blocks == 0
+        assert session.held_bytes == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("good_reads", [0, 3])
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 def test_reads_fail(
