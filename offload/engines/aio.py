@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from aiofiles.base import wrap
@@ -28,6 +29,7 @@ from offload.freelist import FreeList
 _pwrite = wrap(os.pwrite)
 _preadv = wrap(os.preadv)
 _URGENT, _READ, _WRITE = range(3)  # lower goes first
+_here = threading.local()  # .engine: set on the threads of engines
 
 
 class _Claim:
@@ -267,11 +269,16 @@ class AioEngine(Engine):
 
 
 def _shut_down(inbox: _Inbox, thread: threading.Thread, fd: int, pid: int) -> None:
-    """Let what waits finish, then let go. A forked child only lets go of its own descriptor."""
-    if os.getpid() == pid:
-        inbox.put(None, _WRITE + 1)  # behind everything that waits
+    """Let what waits finish, then let go. A forked child only lets go of its own descriptor.
+
+    The garbage collector may come here on any thread, also on one that the engine's waits for.
+    """
+    if os.getpid() != pid:
+        os.close(fd)
+        return
+    inbox.put(None, _WRITE + 1)  # behind everything that waits
+    if not hasattr(_here, "engine"):
         thread.join()
-    os.close(fd)
 
 
 def _scratch_file(directory: str) -> int:
@@ -288,9 +295,15 @@ def _scratch_file(directory: str) -> int:
 
 
 def _run_workers(inbox: _Inbox, fd: int, workers: int, block_bytes: int) -> None:
-    """The engine's thread. It holds no reference to the engine, so that the engine can die."""
+    """The engine's thread. It holds no reference to the engine, so that the engine can die. It is
+    the last to use the file.
+    """
     loop = inbox.loop
     asyncio.set_event_loop(loop)
+    _mark_thread()
+    loop.set_default_executor(
+        ThreadPoolExecutor(thread_name_prefix="offload-aio", initializer=_mark_thread)
+    )
 
     async def work_all() -> None:
         await asyncio.gather(*(_work(inbox, fd, block_bytes) for _ in range(workers)))
@@ -298,6 +311,11 @@ def _run_workers(inbox: _Inbox, fd: int, workers: int, block_bytes: int) -> None
     loop.run_until_complete(work_all())
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+    os.close(fd)
+
+
+def _mark_thread() -> None:
+    _here.engine = True
 
 
 async def _work(inbox: _Inbox, fd: int, block_bytes: int) -> None:

@@ -1,13 +1,14 @@
 """Graphs dropped, kept, used late or never: nothing leaks, nothing is given back too early."""
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 
 from offload import Session
-from tests.conftest import assert_empty, wait_until
+from tests.conftest import assert_empty, held, wait_until
 from tests.support import Probe, assert_same, chain, drain, grads, net, rand
 
 
@@ -280,5 +281,41 @@ def test_session_without_close(open_session, engine: str, tmp_path) -> None:
         del session
         wait_until(lambda: alive() is None)  # autograd's threads let go a moment later
         assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_session_collected_on_a_thread_of_its_engine(open_session, tmp_path, pool: bool) -> None:
+    """The garbage collector runs on any thread, and waits there for no other."""
+    import offload
+
+    before = held()
+    session = offload.Session(
+        disk_dir=tmp_path, min_offload_bytes=0, keep_last_bytes=0, engine="aio"
+    )
+    loop = session._tiers.common.engine._inbox.loop  # type: ignore[attr-defined]
+    with session.step():
+        loss = chain(rand(256).requires_grad_(), 3)
+    session.drain()
+    collected = threading.Event()
+
+    def collect() -> None:
+        gc.collect()
+        gc.collect()  # what the finalisers of the first still held
+        collected.set()
+
+    gc.disable()
+    try:
+        cycle: list[object] = [session, loss]
+        cycle.append(cycle)
+        del cycle, session, loss
+        if pool:
+            loop.call_soon_threadsafe(loop.run_in_executor, None, collect)
+        else:
+            loop.call_soon_threadsafe(collect)
+        assert collected.wait(5)
+        wait_until(lambda: held() <= before)
+        assert held() <= before, "descriptors or threads were left"
     finally:
         gc.enable()
