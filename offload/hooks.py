@@ -93,6 +93,10 @@ class Hooks:
         """Blocks that some graph still holds."""
         return len(self._blocks)
 
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when no graph holds a block any more, as ``Registry.when_empty`` does."""
+        self._blocks.when_empty(then)
+
     def wait_for_autograd(self) -> None:
         """On an accelerator a thread of autograd's runs backward, and lets go of its last graph
         a moment after backward has returned.

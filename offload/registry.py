@@ -6,6 +6,7 @@ is taken note of when the next block is added.
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from offload.block import Block
 
@@ -26,6 +27,7 @@ class Registry:
     def __init__(self) -> None:
         self._known: dict[Key, _Known] = {}
         self._dead: deque[_Known] = deque()
+        self._last: set[weakref.ref[Block]] = set()  # see ``when_empty``
 
     def find(self, key: Key) -> Block | None:
         """The block that was added under ``key``, if it is alive."""
@@ -38,6 +40,25 @@ class Registry:
         known = _Known(block, self._dead.append)
         known.key = key
         self._known[key] = known
+
+    def when_empty(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once all that live now have died, at once if none does. It is called by the
+        thread on which the last dies, perhaps inside the garbage collector. What an earlier call
+        asked for is forgotten.
+        """
+        living = [known() for known in tuple(self._known.values())]
+        blocks = [block for block in living if block is not None]
+        self._last.clear()
+        self._last = last = set()
+
+        def died(block: weakref.ref[Block]) -> None:
+            last.discard(block)
+            if not last:
+                then()
+
+        last.update(weakref.ref(block, died) for block in blocks)
+        if not last:
+            then()
 
     def __len__(self) -> int:
         self._forget_dead()

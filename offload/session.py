@@ -302,11 +302,11 @@ class Session:
             self._closed = True
             newest = self._counters
             if not self._tiers.in_child:
+                self._hooks.when_done(lambda: None)  # not in the middle of what follows
                 self._tiers.drain()  # what is in flight holds its blocks
                 self._hooks.wait_for_autograd()
             failure = self._tiers.failure
-            if self._hooks.live_blocks == 0 and not self._tiers.in_child:
-                self._tiers.close()
+            self._hooks.when_done(self._tiers.close)
         if self._planned is not None:
             self._planned.remove()
         if self._reporter.is_open and not self._tiers.in_child:

@@ -151,11 +151,18 @@ class Tiers:
         self.disk.settle_all(self.disk.reads)
 
     def close(self) -> None:
-        """Let go of threads, memory and file. Nothing may be in flight."""
-        self.host.close()
-        self.common.engine.close()
-        pool.begin_step()  # twice: what the last steps needed is needed no more
-        pool.begin_step()
+        """Finish what is in flight, and let go of threads, memory and file: the session is closed
+        and has no block any more. The garbage collector may come here, on any thread.
+        """
+        if self.in_child:
+            return
+        with self.lock:
+            with contextlib.suppress(RuntimeError):  # of the device; whoever uses it next is told
+                self.drain()
+            self.host.close()
+            self.common.engine.close()
+            pool.begin_step()  # twice: what the last steps needed is needed no more
+            pool.begin_step()
 
     def saw(self, device: torch.device) -> None:
         """Note the stream that saves something which stays."""

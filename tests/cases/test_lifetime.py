@@ -100,6 +100,35 @@ def test_backward_after_the_session(open_session, engine: str) -> None:
     assert torch.equal(got, x.grad)
 
 
+@pytest.mark.parametrize("end", ["backward", "drop", "collect", "close"])
+def test_session_that_closed_first_ends_with_its_last_graph(
+    open_session, engine: str, end: str
+) -> None:
+    """Threads, file and memory go then, though somebody may still hold the session."""
+    before = held()
+    x = rand(64, 64).requires_grad_()
+    with open_session(engine=engine) as session, session.step():
+        first, last = chain(x, 4), chain(x * 2, 4)
+    first.backward()
+    last.backward(retain_graph=True)
+    assert held() > before, "the last graph has nowhere to read from"
+    if end == "backward":
+        last.backward()
+    if end == "collect":
+        cycle: list[object] = [last]
+        cycle.append(cycle)
+        del cycle
+    if end == "close":
+        session.close()
+        assert held() > before
+    del last
+    gc.collect()
+    wait_until(lambda: held() <= before)
+    assert held() <= before, "descriptors or threads were left"
+    assert session.held_bytes == 0
+    session.close()
+
+
 def test_retained_graph(session: Session) -> None:
     """A second backward reads again, also after other work has used the same space."""
 
