@@ -345,6 +345,11 @@ class Block:
         if self._all_served():
             self._device = None
 
+    def forget_dead(self) -> None:
+        """Let a reloaded copy go that only tickets still wait for which have died since."""
+        if self.generation and self.reservation is None and self._all_served():
+            self._device = None
+
     def claim(self, ticket: Ticket) -> None:
         """Count ``ticket`` among those that are to be served."""
         if len(self.tickets) >= self._prune_at:

@@ -83,6 +83,8 @@ class Hooks:
         """Count into ``counters`` from now on."""
         with self._tiers.lock:
             self._counters = counters
+            for block in self._blocks.living():
+                block.forget_dead()
             self._tiers.begin_step(counters)
             self._prefetcher.begin_step()
             self._in_backward = False

@@ -41,13 +41,17 @@ class Registry:
         known.key = key
         self._known[key] = known
 
+    def living(self) -> list[Block]:
+        """The blocks that are alive now."""
+        blocks = [known() for known in tuple(self._known.values())]
+        return [block for block in blocks if block is not None]
+
     def when_empty(self, then: Callable[[], None]) -> None:
         """Call ``then`` once all that live now have died, at once if none does. It is called by the
         thread on which the last dies, perhaps inside the garbage collector. What an earlier call
         asked for is forgotten.
         """
-        living = [known() for known in tuple(self._known.values())]
-        blocks = [block for block in living if block is not None]
+        blocks = self.living()
         self._last.clear()
         self._last = last = set()
 

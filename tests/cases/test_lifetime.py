@@ -160,6 +160,24 @@ def test_retained_graph_does_not_fill_memory_again(session: Session) -> None:
     assert session._hooks.live_blocks > 0
 
 
+def test_dropped_graph_does_not_fill_the_memory_of_another(session: Session) -> None:
+    """What both have saved was read back for one, and the other will never ask for it."""
+    x = rand(64, 64).requires_grad_()
+    with session.step():
+        h = x.sin()
+        kept, dropped = (h * h).sum(), h.cos().sum()
+        del h
+    drain(session)
+    kept.backward(retain_graph=True)
+    del dropped
+    with session.step():
+        pass
+    drain(session)
+    wait_until(lambda: session.held_bytes == 0)
+    assert session.held_bytes == 0
+    assert session._hooks.live_blocks > 0
+
+
 def test_graph_dropped_without_backward(session: Session) -> None:
     """Neither memory nor disk space stays, and autograd's nodes are freed."""
     for _ in range(3):
