@@ -341,7 +341,7 @@ async def _carry_out(request: AioRequest, fd: int, block_bytes: int) -> None:
         if request.checksum is not None and zlib.crc32(slot.view) != request.checksum:
             error = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
     except OSError as e:
-        error = e
+        error = e.with_traceback(None)  # whose frames hold the slot
     del slot  # before the waiter wakes: it may look at who still holds the memory
     request.end_ns = time.perf_counter_ns()
     request.complete(error)

@@ -1,6 +1,7 @@
 """Limits and accidents of the real machine: no doubles here."""
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ import torch
 
 import offload
 from offload.errors import OffloadWarning
+from tests.conftest import wait_until
 from tests.support import assert_identical, chain, drain, in_child, net, rand, scratch_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -34,6 +36,30 @@ def run(session: offload.Session | None = None, nbytes: int = 1 << 14, length: i
             drain(session)
         loss.backward()
     return x.grad
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # of the directory that was listed
+        return ""
+
+
+def test_write_that_failed_holds_no_memory(open_session, tmp_path: Path, engine: str) -> None:
+    """Its slot is free at once, without the garbage collector."""
+    session = open_session(engine=engine)
+    run(session)
+    (file,) = (fd for fd in os.listdir("/proc/self/fd") if _target(fd).startswith(str(tmp_path)))
+    gc.disable()
+    try:
+        with open("/dev/null", "rb") as unwritable:
+            os.dup2(unwritable.fileno(), int(file), inheritable=False)
+        with pytest.warns(OffloadWarning, match="EBADF"):
+            run(session)
+        wait_until(lambda: session.held_bytes == 0)
+        assert session.held_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_size_of_files_is_limited(tmp_path: Path, engine: str) -> None:
