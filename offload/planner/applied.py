@@ -172,12 +172,10 @@ def budgets_of(tiers: Tiers, device_budget: int | None) -> Budgets:
             'Session(device_budget="8GiB"), or device_budget="auto"'
         )
     on_cpu = tiers.common.lane.host_is_device
-    disk = config.disk_budget
-    free_bytes = tiers.disk.store.limit_bytes if disk is None else disk
     return Budgets(
         device_bytes=limit,
         host_bytes=config.arena_bytes if not on_cpu else float("inf"),
-        disk_bytes=free_bytes,
+        disk_bytes=tiers.disk.store.limit_bytes,
         window_bytes=tiers.outbound.window.limit_bytes,
         prefetch_bytes=config.prefetch_bytes,
     )

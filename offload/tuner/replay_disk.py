@@ -100,7 +100,7 @@ class DiskReplay(Replay):
         record: StepRecord,
         setting: Setting,
         profile: MachineProfile,
-        host_budget: int | None = None,
+        arena_bytes: int,
     ) -> None:
         super().__init__(record, setting, profile)
         rates = self.profile
@@ -110,9 +110,7 @@ class DiskReplay(Replay):
             read_bytes_per_s=rates.disk_read_bytes_per_s,
         )
         self._copy_ns = 1e9 / rates.copy_bytes_per_s if rates.copy_bytes_per_s else 0.0
-        self._arena_bytes = 2 * (setting.window_bytes + setting.prefetch_bytes)  # see Config
-        if host_budget is not None:
-            self._arena_bytes = host_budget
+        self._arena_bytes = arena_bytes
         self._slots: dict[int, int] = {}  # padded bytes of those in use, by block
         self._slot_bytes = self._window_bytes = 0
         self._writing: deque[_Transfer] = deque()  # as far as the host has noticed

@@ -140,7 +140,8 @@ def replayed(
     """What a step comes to under ``config`` with ``setting``."""
     if config.device.type != "cpu":
         return LinkReplay(record, setting, profile).run()
-    return DiskReplay(record, setting, profile, host_budget=config.host_budget).run()
+    arena_bytes = attrs.evolve(config, **setting.options()).arena_bytes
+    return DiskReplay(record, setting, profile, arena_bytes).run()
 
 
 def tune(
@@ -289,8 +290,9 @@ def _candidates(
     """The settings that the config allows, with their predictions; on an accelerator those that
     host memory suffices for, as the replay knows no disk behind it.
     """
-    budget = config.host_budget
-    allowed = [s for s in settings if budget is None or s.window_bytes <= budget]
+    allowed = settings
+    if config.host_budget is not None:  # of which this process has a share
+        allowed = [s for s in settings if s.window_bytes <= config.arena_bytes]
     found = [Candidate(s, replayed(record, s, profile, config)) for s in allowed]
     if config.device.type == "cpu":
         return found

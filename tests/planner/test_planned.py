@@ -256,6 +256,19 @@ def test_plan_leaves_the_model_as_it_was() -> None:
     assert list(plan.actions) == ["1", "2", "3"]
 
 
+def test_a_plan_has_this_process_s_share_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model, x = Net(), rand(64, 8)
+    made = [
+        offload.plan(
+            model, lambda: model(x).square().mean().backward(), device_budget="1MiB",
+            device="cpu", min_offload_bytes=0, disk_budget="4MiB", budget_scope=scope,
+        )
+        for scope in ("node", "rank")
+    ]  # fmt: skip
+    assert [plan.budgets.disk_bytes for plan in made] == [1 << 20, 4 << 20]
+
+
 def test_wanted_segments_and_overheads() -> None:
     model, x = Net(), rand(64, 8)
 

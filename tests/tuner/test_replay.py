@@ -1,11 +1,13 @@
 """The replay, on steps that can be worked out by hand, and what holds for every step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.probe import MachineProfile
 from offload.tuner import Setting
 from offload.tuner.record import Beyond, BlockRecord, StepRecord, Touch
 from offload.tuner.replay import Replay, ReplayedStep, plain_peak_bytes, scaled
@@ -22,18 +24,25 @@ from tests.tuner.steps import (
     settings_of_any_size,
 )
 
-KINDS = [LinkReplay, DiskReplay]
+
+def disk_replay(record: StepRecord, given: Setting, profile: MachineProfile) -> DiskReplay:
+    """With as much host memory as a session takes by itself."""
+    return DiskReplay(record, given, profile, 2 * (given.window_bytes + given.prefetch_bytes))
+
+
+Kind = Callable[[StepRecord, Setting, MachineProfile], Replay]
+KINDS: list[Kind] = [LinkReplay, disk_replay]
 both = pytest.mark.parametrize("kind", KINDS)
 # A megabyte takes a millisecond out and two back.
 SLOW = rates(MIB * 1e3, MIB * 5e2)
 
 
-def predicted(kind: type[Replay], record: StepRecord, given: Setting, **more) -> ReplayedStep:
+def predicted(kind: Kind, record: StepRecord, given: Setting, **more) -> ReplayedStep:
     return kind(record, given, more.get("profile", SLOW)).run()
 
 
 @both
-def test_with_time_enough_nothing_is_waited_for(kind: type[Replay]) -> None:
+def test_with_time_enough_nothing_is_waited_for(kind: Kind) -> None:
     record = chain([MIB] * 4, forward_ns=2 * MS, backward_ns=4 * MS)
     found = predicted(kind, record, setting())
     assert found.seconds == pytest.approx(24e-3)
@@ -63,11 +72,11 @@ def test_what_the_host_has_not_seen_leave_is_used_where_it_is() -> None:
 
 def test_reads_are_waited_for_as_far_as_they_are_not_prefetched() -> None:
     record = chain([MIB] * 4, forward_ns=5 * MS, backward_ns=MS)
-    without = predicted(DiskReplay, record, setting(prefetch_bytes=0))
+    without = predicted(disk_replay, record, setting(prefetch_bytes=0))
     # The last is still being written when backward begins and is used from its slot.
     assert without.stall_seconds == pytest.approx(3 * 2e-3)
     # With one on its way while the one before is taken, each layer's millisecond is hidden.
-    ahead = predicted(DiskReplay, record, setting(prefetch_bytes=2 * MIB))
+    ahead = predicted(disk_replay, record, setting(prefetch_bytes=2 * MIB))
     assert ahead.stall_seconds == pytest.approx(3 * 1e-3)
     assert ahead.seconds < without.seconds
 
@@ -81,7 +90,7 @@ def test_the_tail_stays() -> None:
 
 
 @both
-def test_what_others_hold_costs_its_way_out_and_no_way_back(kind: type[Replay]) -> None:
+def test_what_others_hold_costs_its_way_out_and_no_way_back(kind: Kind) -> None:
     record = chain([MIB] * 4, forward_ns=2 * MS, backward_ns=0)
     held = replace(record, blocks=tuple(b._replace(held=True) for b in record.blocks))
     found = predicted(kind, held, setting(window_bytes=MIB))
@@ -104,9 +113,9 @@ def test_bytes_alive_on_the_cpu_include_the_slots() -> None:
     record = chain([MIB] * 16, forward_ns=0, backward_ns=0)
     windows = setting(window_bytes=2 * MIB, prefetch_bytes=0)
     # Two slots, and what the second is filled from.
-    assert predicted(DiskReplay, record, windows).peak_live_bytes == 3 * MIB
+    assert predicted(disk_replay, record, windows).peak_live_bytes == 3 * MIB
     # Backward begins with two that are still being written, and two more come back.
-    ahead = predicted(DiskReplay, record, replace(windows, prefetch_bytes=3 * MIB))
+    ahead = predicted(disk_replay, record, replace(windows, prefetch_bytes=3 * MIB))
     assert ahead.peak_live_bytes == 4 * MIB
     assert plain_peak_bytes(record) == 16 * MIB
 
@@ -114,7 +123,7 @@ def test_bytes_alive_on_the_cpu_include_the_slots() -> None:
 def test_copies_into_slots_take_the_computing_thread() -> None:
     record = chain([MIB] * 4, forward_ns=2 * MS, backward_ns=4 * MS)
     slower = rates(MIB * 1e3, MIB * 5e2, copy=MIB * 1e3)
-    found = predicted(DiskReplay, record, setting(), profile=slower)
+    found = predicted(disk_replay, record, setting(), profile=slower)
     assert found.seconds == pytest.approx(24e-3 + 4e-3)
 
 
@@ -144,7 +153,7 @@ def test_memory_beyond_saved_storages_counts_where_it_is_known() -> None:
 
 
 @given(records(), settings_of_any_size(), st.sampled_from(KINDS))
-def test_bounds(record: StepRecord, given_setting: Setting, kind: type[Replay]) -> None:
+def test_bounds(record: StepRecord, given_setting: Setting, kind: Kind) -> None:
     found = kind(record, given_setting, SLOW).run()
     waited = found.stall_seconds + found.backpressure_seconds
     assert found.seconds == pytest.approx(record.end_ns / 1e9 + waited)
@@ -160,7 +169,7 @@ def test_bounds(record: StepRecord, given_setting: Setting, kind: type[Replay]) 
 
 
 @given(records(), st.sampled_from(KINDS))
-def test_nothing_moves_with_everything_kept(record: StepRecord, kind: type[Replay]) -> None:
+def test_nothing_moves_with_everything_kept(record: StepRecord, kind: Kind) -> None:
     found = kind(record, setting(keep_last_bytes=1 << 60), SLOW).run()
     assert found.seconds == record.end_ns / 1e9
     assert found.peak_live_bytes == plain_peak_bytes(record)
@@ -169,7 +178,7 @@ def test_nothing_moves_with_everything_kept(record: StepRecord, kind: type[Repla
 
 @given(records(), settings_of_any_size(), st.sampled_from(KINDS))
 def test_without_waits_on_endlessly_fast_paths(
-    record: StepRecord, given_setting: Setting, kind: type[Replay]
+    record: StepRecord, given_setting: Setting, kind: Kind
 ) -> None:
     found = kind(record, given_setting, FAST).run()
     assert found.seconds == pytest.approx(record.end_ns / 1e9, abs=1e-9)
