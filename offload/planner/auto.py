@@ -313,7 +313,10 @@ class Auto:
         if found.step == study.judged:
             return  # its peak may be that of an earlier pass of this step, under something else
         over_bytes = found.peak_bytes - int(plan.budgets.device_bytes)
-        study.margin_bytes += max(0, over_bytes)
+        if over_bytes > 0:  # so that this plan does not fit again
+            room_bytes = (1 - MARGIN) * plan.budgets.device_bytes - plan.floor_bytes
+            missed_bytes = min(found.peak_bytes - plan.peak_bytes, int(room_bytes))
+            study.margin_bytes = max(study.margin_bytes + over_bytes, missed_bytes)
         study.judged = found.step
         if study.plans <= _ESTIMATING:
             self._replan(study, signature, over_bytes)
