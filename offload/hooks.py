@@ -107,6 +107,10 @@ class Hooks:
         while self._device.type != "cpu" and self._blocks and time.monotonic() < patient_until:
             time.sleep(0.001)
 
+    def place(self, placement: Placement | None, segment: int = -1) -> None:
+        """From now on as inside of ``placed``, until that is said again."""
+        self._asked.placement, self._asked.segment = placement, segment
+
     @contextlib.contextmanager
     def placed(
         self, placement: Placement | None, segment: int = -1, limit_bytes: int | None = None

@@ -96,6 +96,7 @@ def assignment_of(plan: Plan) -> Assignment:
     return Assignment(
         plan.actions,
         plan.limits,
+        plan.gap_actions,
         needs=plan.needs,
         limit_bytes=int(plan.budgets.device_bytes),
     )
@@ -187,6 +188,7 @@ class Auto:
         known = bool(study.profile.segments)
         return Assignment(
             default=action,
+            gap_default="disk" if self._slow == "disk" else "keep",
             needs=needs_under(study.profile, self.budgets, action) if known else (),
             limit_bytes=int(self.budgets.device_bytes),
             record=record,

@@ -20,7 +20,7 @@ _TOLERANCE_BYTES = 1e-6
 _FIELDS = (
     "resident_bytes", "offload_bytes", "present_bytes", "host_bytes", "disk_bytes",
     "late_bytes", "returning_bytes", "forward_seconds", "backward_seconds", "holds_output",
-    "frees_input",
+    "frees_input", "keeps_all",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class Evaluator:
             for name in _FIELDS
         }
         self._shared = [(i, *shared) for i, s in enumerate(segments) for shared in s.shared]
-        self._inputs = torch.tensor([s.input_bytes for s in segments], dtype=torch.float64)
+        self._lingering = [(i, *found) for i, s in enumerate(segments) for found in s.lingering]
 
     def __call__(self, choices: Tensor) -> Tensor:
         """Seconds of each row of ``choices`` (plans x segments, int64); infinite if infeasible."""
@@ -71,8 +71,9 @@ class Evaluator:
         before = resident.cumsum(0) - resident + others * resident.sum(0)
         chain, seconds = self.chain, torch.full((len(choices),), math.inf, dtype=torch.float64)
         forward_rooms = chain.device_bytes - before - chosen["present_bytes"]
-        forward_rooms -= _column(s.forward_bytes + s.input_bytes for s in chain.segments)
-        forward_rooms[1:] += chosen["holds_output"][:-1] * self._inputs[1:, None]
+        forward_rooms -= _column(s.forward_bytes + s.lingering_bytes() for s in chain.segments)
+        for i, back, nbytes in self._lingering:
+            forward_rooms[i] += chosen["keeps_all"][i - back] * nbytes
         backward_rooms = chain.device_bytes - before - chosen["returning_bytes"]
         backward_rooms = backward_rooms - _column(
             s.saved_bytes + s.backward_bytes for s in chain.segments

@@ -180,7 +180,17 @@ class Controller:
         if assigned.watch_peak and not self._is_cpu:
             torch.accelerator.reset_peak_memory_stats()
         self._tell_gate(current)
+        self._step_outside(current)
         return current
+
+    def _step_outside(self, current: Pass) -> None:
+        """What this thread saves until the next segment begins lies in a gap."""
+        number, assigned = len(current.visits), current.assignment
+        way = WAYS[Action.of(assigned.gap_actions.get(number, assigned.gap_default))]
+        if way.placement is Placement.KEEP:
+            self.hooks.place(None)
+        else:
+            self.hooks.place(way.placement, current.first + 2 * number)
 
     def _tell_gate(self, current: Pass) -> None:
         gate, assigned = self._tiers.gate, current.assignment
@@ -217,6 +227,7 @@ class Controller:
 
     def _close_pass(self, ended: Any) -> None:
         done, self._pass = self._pass, None
+        self.hooks.place(None)
         self.hooks.held = frozenset()  # addresses that mean nothing any more
         if done is None:
             return
@@ -263,6 +274,7 @@ class Controller:
         finally:
             self._leave(current, visit)
         self._mark_backward(current, visit, rule, result)
+        self._step_outside(current)
         return result
 
     def _enter(self, current: Pass, name: str) -> Visit:

@@ -102,6 +102,7 @@ def _scaled(chain: Chain) -> Chain:
             **scaled(s),
             options=tuple(replace(o, **scaled(o)) for o in s.options),
             shared=tuple(Shared(back, nbytes / byte) for back, nbytes in s.shared),
+            lingering=tuple(Shared(back, nbytes / byte) for back, nbytes in s.lingering),
         )
         for s in chain.segments
     )
@@ -239,9 +240,9 @@ class _Program:
         chain, s = self.chain, self.chain.segments[i]
         there = self._resident(i)
         present = self._option(i, "present_bytes")
-        room = chain.device_bytes - s.forward_bytes - s.input_bytes
-        held = self._option(i - 1, "holds_output", -s.input_bytes) if i else {}
-        self._row(_merged(there, self._variable("Qs", i), present, held), high=room)
+        room = chain.device_bytes - s.forward_bytes - s.lingering_bytes()
+        kept = [self._option(i - back, "keeps_all", -nbytes) for back, nbytes in s.lingering]
+        self._row(_merged(there, self._variable("Qs", i), present, *kept), high=room)
         room = chain.device_bytes - s.saved_bytes - s.backward_bytes
         returning = self._option(i, "returning_bytes")
         self._row(_merged(there, self._variable("Ps", i), returning), high=room)

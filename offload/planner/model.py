@@ -104,6 +104,11 @@ class Option:
     pieces: tuple[float, ...] = ()
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all that the segment saves stays."""
+        return self.holds_output and not self.offload_bytes
+
+    @property
     def late_bytes(self) -> float:
         """What waits for the link when the forward has ended, however fast that is."""
         return self.offload_bytes if self.last_bytes is None else self.last_bytes
@@ -115,9 +120,7 @@ class Option:
 
 
 class Shared(NamedTuple):
-    """Bytes that an earlier segment saves as well. If that one holds them, they stay whatever the
-    later does.
-    """
+    """Bytes that belong to an earlier segment as well."""
 
     back: int  # so many segments before
     nbytes: float
@@ -134,9 +137,11 @@ class Segment:
         saved_bytes: of all storages that it saves and nobody after it.
         forward_bytes: needed beside them while its forward runs.
         backward_bytes: the same while its backward runs.
-        shared: of ``saved_bytes``, what earlier segments save as well.
-        input_bytes: what the segment before saves and this one only reads: there while its forward
-            runs, also where the segment before has let it go.
+        shared: of ``saved_bytes``, what earlier segments save as well: if they hold it, it stays
+            whatever this one does.
+        lingering: what earlier segments save and this one only reads, or somebody else holds: there
+            while its forward runs, also where they have let it go.
+        is_gap: whether it is what lies between two.
         options: what may be chosen, at least one.
     """
 
@@ -148,14 +153,21 @@ class Segment:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     shared: tuple[Shared, ...] = ()
-    input_bytes: float = 0.0
+    lingering: tuple[Shared, ...] = ()
+    is_gap: bool = False
 
-    def need_bytes(self, option: Option) -> float:
-        """The most that is there of it at one time under ``option``."""
+    def need_bytes(self, option: Option, before: Sequence[Option] = ()) -> float:
+        """The most that is there of it at one time under ``option``, where those ``before`` it were
+        chosen; without those, where all of them let go.
+        """
         return max(
-            option.present_bytes + self.forward_bytes + self.input_bytes,
+            option.present_bytes + self.forward_bytes + self.lingering_bytes(before),
             self.saved_bytes + self.backward_bytes + option.returning_bytes,
         )
+
+    def lingering_bytes(self, before: Sequence[Option] = ()) -> float:
+        """Of ``lingering``, what the options chosen for the segments before do not keep anyway."""
+        return sum(n for back, n in self.lingering if not (before and before[-back].keeps_all))
 
 
 @dataclass(frozen=True)
@@ -219,13 +231,15 @@ class Chain:
         least = sum(min(o.resident_bytes for o in s.options) for s in self.segments)
         resident = (self.in_flight - 1) * least
         choice: list[int] = []
+        chosen: list[Option] = []
         for s in self.segments:
             room = device_bytes - resident
-            fitting = [k for k, o in enumerate(s.options) if s.need_bytes(o) <= room]
+            fitting = [k for k, o in enumerate(s.options) if s.need_bytes(o, chosen) <= room]
             if not fitting:
                 break
             choice.append(min(fitting, key=lambda k, s=s: s.options[k].resident_bytes))  # type: ignore[misc]
-            resident += s.options[choice[-1]].resident_bytes
+            chosen.append(s.options[choice[-1]])
+            resident += chosen[-1].resident_bytes
         return choice
 
 

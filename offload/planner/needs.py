@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from offload.planner.model import Chain, Option, Segment
 from offload.planner.predict import Walk, caps
@@ -11,8 +11,6 @@ from offload.tiers.gate import Need
 from offload.units import MAX_BYTES
 
 __all__ = ["fits_under", "laid_out", "need_of", "needs_under", "uniform_choice"]
-
-Entries = Sequence[tuple[Segment, int]]
 
 
 def laid_out(needs: Iterable[tuple[bool, Need]]) -> tuple[Need, ...]:
@@ -41,14 +39,14 @@ def fits_under(profile: ModelProfile, budgets: Budgets, action: str) -> bool:
 
 def needs_under(profile: ModelProfile, budgets: Budgets, action: str) -> tuple[Need, ...]:
     """For the gate, while every segment goes by one action, before there is a plan."""
-    walk, entries = _uniform(profile, budgets, action), profile.entries()
+    walk = _uniform(profile, budgets, action)
     rooms = caps(walk)
     return laid_out(
-        (visit >= 0, need_of(walk, entries, i, rooms[i])) for i, (_, visit) in enumerate(entries)
+        (not s.is_gap, need_of(walk, i, rooms[i])) for i, s in enumerate(walk.chain.segments)
     )
 
 
-def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
+def need_of(walk: Walk, i: int, room: float) -> Need:
     """Of entry ``i``, where so much may be there early of what comes before it."""
     segment, option = walk.chain.segments[i], walk.options[i]
     forward = option.present_bytes + segment.forward_bytes
@@ -57,7 +55,7 @@ def need_of(walk: Walk, entries: Entries, i: int, room: float) -> Need:
         forward_bytes=int(forward),
         backward_bytes=int(_appears(walk, i)),
         room_bytes=int(min(room, MAX_BYTES)),
-        reserve_bytes=int(_reserve(walk, entries, i)),
+        reserve_bytes=int(_reserve(walk, i)),
         # Small storages and what a later segment owns are kept here as well.
         keep_bytes=int(option.resident_bytes + segment.forward_bytes + shared_bytes),
         working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
@@ -82,20 +80,25 @@ def _is_computed_again(option: Option) -> bool:
     return option.action.startswith(("recompute", "selective"))
 
 
-def _reserve(walk: Walk, entries: Entries, i: int) -> float:
+def _reserve(walk: Walk, i: int) -> float:
     """The most that what follows ``i`` needs at one time, where it is not free to leave."""
     most = stays = 0.0
     for k in range(i + 1, len(walk.options)):
         option, segment = walk.options[k], walk.chain.segments[k]
-        may_leave = entries[k][1] >= 0 and option.action == "keep"
+        may_leave = not segment.is_gap and option.action == "keep"
         if not may_leave:
-            forward = option.present_bytes + segment.forward_bytes
+            forward = option.present_bytes + segment.forward_bytes + segment.lingering_bytes()
             most = max(most, stays + max(forward, option.resident_bytes + _appears(walk, k)))
             stays += option.resident_bytes
     return most
 
 
 def uniform_choice(chain: Chain, action: str) -> tuple[int, ...]:
-    """The same option for every segment; the leanest for one that does not offer it."""
-    names = ([o.action for o in s.options] for s in chain.segments)
+    """The same option for every segment, the leanest for one that does not offer it. What lies
+    between them leaves if something of the segments does.
+    """
+    stays = action.rpartition("+")[2] in ("keep", "recompute")
+    names = [
+        ["keep"] if s.is_gap and stays else [o.action for o in s.options] for s in chain.segments
+    ]
     return tuple(n.index(action) if action in n else len(n) - 1 for n in names)

@@ -20,9 +20,10 @@ from offload.engines import padded
 from offload.planner.model import Links, Option
 from offload.planner.segment_profile import SegmentProfile
 
-__all__ = ["OptionsOf", "Seconds", "base_seconds"]
+__all__ = ["NOTHING_MORE", "OptionsOf", "Seconds", "base_seconds"]
 
 Seconds = dict[str, tuple[float, float, float]]  # of forward, backward, recomputation, by action
+NOTHING_MORE: Seconds = {"keep": (0.0, 0.0, 0.0)}  # than its own time, whatever that is
 _COPY_BYTES_PER_S = 8e9  # into a slot on the cpu, until offloading was measured
 _PARTS = (0.25, 0.5, 0.75)
 
@@ -68,6 +69,12 @@ class OptionsOf:
             made.append(self._kept(kept, held))
             made += [self._away(f"{kind}+{tier}", held) for tier in tiers]
         return tuple(made)
+
+    def of_gap(self, movable: dict[int, int]) -> tuple[Option, ...]:
+        """The same of what lies between segments: all of it stays, or what may leave does."""
+        leaving = {k: n for k, n in movable.items() if n >= self.least_bytes}
+        kept = self._kept("keep", self.own)
+        return (kept, self._option(self.slow, self.own, leaving)) if leaving else (kept,)
 
     def _kept(self, action: str, storages: dict[int, int]) -> Option:
         return self._option(action, storages, {})

@@ -19,7 +19,7 @@ from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
-JSON_FORMAT = 1
+JSON_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PlanRow:
     Attributes:
         name: of the module, or a description.
         action: ``"keep"``, ``"disk"``, ``"disk:50%"`` (the first half of what it saves),
-            ``"recompute+disk"`` and so on; ``""``: no segment, so that everything stays.
+            ``"recompute+disk"`` and so on.
         saved_bytes: of the storages it saves.
         resident_bytes: stay on the device until its backward.
         offload_bytes: leave and come back.
@@ -37,6 +37,7 @@ class PlanRow:
         backward_seconds: of its backward with what is recomputed.
         stall_seconds: waited for room or for bytes.
         need: what the budget's gate is told of it.
+        is_gap: whether it is no segment, but what lies between two.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PlanRow:
     backward_seconds: float
     stall_seconds: float
     need: Need
+    is_gap: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,18 @@ class Plan:
     @property
     def actions(self) -> dict[str, str]:
         """By segment, what becomes of its activations."""
-        return {row.name: row.action for row in self.rows if row.action}
+        return {row.name: row.action for row in self.rows if not row.is_gap}
+
+    @property
+    def gap_actions(self) -> dict[int, str]:
+        """What becomes of what is saved outside of segments, by the number of those before it."""
+        found, before = {}, 0
+        for row in self.rows:
+            if row.is_gap:
+                found[before] = row.action
+            else:
+                before += 1
+        return found
 
     @property
     def limits(self) -> dict[str, int]:
@@ -128,7 +141,7 @@ class Plan:
     @property
     def needs(self) -> tuple[Need, ...]:
         """For the gate: entry ``2 i + 1`` is segment ``i``, those around it what lies between."""
-        return laid_out([(bool(row.action), row.need) for row in self.rows])
+        return laid_out([(not row.is_gap, row.need) for row in self.rows])
 
     @property
     def overhead(self) -> float:
@@ -210,10 +223,10 @@ class Plan:
             times = (row.forward_seconds, row.backward_seconds, row.stall_seconds)
             table.add_row(
                 row.name,
-                row.action or "(stays)",
+                "(stays)" if row.is_gap and row.action == "keep" else row.action,
                 *(format_bytes(n) if n else "" for n in sizes),
                 *(format_seconds(t) if t else "" for t in times),
-                style=None if row.action else "dim",
+                style="dim" if row.is_gap else None,
             )
         return table
 
@@ -246,20 +259,20 @@ def make_plan(
     found = predict(chain, solution.choice)
     walk = Walk(chain, solution.choice)
     rooms = caps(walk)
-    entries = profile.entries()
     rows = []
-    for i, ((segment, visit), option) in enumerate(zip(entries, walk.options, strict=True)):
+    for i, (segment, option) in enumerate(zip(chain.segments, walk.options, strict=True)):
         rows.append(
             PlanRow(
                 name=segment.name,
-                action=option.action if visit >= 0 else "",
+                action=option.action,
                 saved_bytes=int(segment.saved_bytes),
                 resident_bytes=int(option.resident_bytes),
                 offload_bytes=int(option.offload_bytes),
                 forward_seconds=segment.forward_seconds + option.forward_seconds,
                 backward_seconds=segment.backward_seconds + option.backward_seconds,
                 stall_seconds=found.forward_stalls[i] + found.backward_stalls[i],
-                need=need_of(walk, entries, i, rooms[i]),
+                need=need_of(walk, i, rooms[i]),
+                is_gap=segment.is_gap,
             )
         )
     again = _recompute_seconds(chain)

@@ -52,7 +52,7 @@ class Walk:
         self.resident = [others * self.resident[-1] + n for n in self.resident]
         budget, segments = chain.device_bytes, chain.segments
         self.forward_rooms = [
-            budget - self.resident[i] - o.present_bytes - s.forward_bytes - self.input_bytes(i)
+            budget - self.resident[i] - o.present_bytes - s.forward_bytes - self.lingering_bytes(i)
             for i, (s, o) in enumerate(zip(segments, self.options, strict=True))
         ]
         self.backward_rooms = [
@@ -73,10 +73,9 @@ class Walk:
                     held[i - back] += nbytes
         return held
 
-    def input_bytes(self, i: int) -> float:
-        """The input of segment ``i``, where the segment before has let it go."""
-        is_held = i > 0 and self.options[i - 1].holds_output
-        return 0.0 if is_held else self.chain.segments[i].input_bytes
+    def lingering_bytes(self, i: int) -> float:
+        """What is there while the forward of segment ``i`` runs, though it was let go."""
+        return self.chain.segments[i].lingering_bytes(self.options[:i])
 
     @property
     def feasible(self) -> bool:
@@ -142,7 +141,7 @@ def _forward(walk: Walk) -> tuple[list[float], float, float]:
         before, queue = queue, _after(queue, o, chain.out_rate * seconds)
         # What it saves appears while the queue that it has found passes: one of both ends.
         grown = max(before, o.resident_bytes + o.beside_bytes + queue)
-        peak = max(peak, walk.resident[i] + grown + s.forward_bytes + walk.input_bytes(i))
+        peak = max(peak, walk.resident[i] + grown + s.forward_bytes + walk.lingering_bytes(i))
         writes = max(0.0, writes - chain.write_rate * seconds) + o.disk_bytes
         stalls.append(stall)
     return stalls, queue, peak
@@ -256,7 +255,7 @@ def _peak_of_backward(walk: Walk, queue: float) -> float:
         stays = walk.resident[i] + s.backward_bytes + o.working_bytes
         left = max(0.0, left - o.offload_bytes)
         there = s.saved_bytes if o.whole else s.saved_bytes - o.offload_bytes  # wanted first
-        if len(s.options) > 1:  # between segments nothing is brought back
+        if not s.is_gap:  # between segments nothing is brought back
             ahead.fill(i, chain.device_bytes - stays - there)
         peak = max(peak, stays + there + max(left, ahead.nbytes))
         for n in asks(o):

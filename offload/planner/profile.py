@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from offload.planner.model import UNLIMITED, Chain, Links, Option, Segment, Shared
-from offload.planner.options import OptionsOf, base_seconds
+from offload.planner.model import UNLIMITED, Chain, Links, Segment, Shared
+from offload.planner.options import NOTHING_MORE, OptionsOf, base_seconds
 from offload.planner.owners import Owners
 from offload.planner.record import Gap, Pass
 from offload.planner.segment_profile import SegmentProfile
@@ -77,8 +77,7 @@ class ModelProfile:
             return False
         self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times()
-        first = done.visits[0].before
-        first.saved = done.held | first.saved
+        done.visits[0].before.held = done.held
         if done.start_bytes:
             # The least: what the step before still had on its way out is not of the model.
             self._full_bytes = min(self._full_bytes, done.start_bytes + done.gradient_bytes)
@@ -125,9 +124,9 @@ class ModelProfile:
     # -- the chain --------------------------------------------------------------------------------
 
     def chain(self, budgets: Budgets) -> Chain:
-        """The problem for the solver; see ``entries`` for how its segments correspond."""
+        """The problem for the solver."""
         return Chain(
-            tuple(s for s, _ in self.entries()),
+            self.entries(),
             device_bytes=budgets.device_bytes - self.base_bytes,
             out_rate=self._rate("out"),
             back_rate=self._rate("back"),
@@ -151,41 +150,44 @@ class ModelProfile:
     def _disk_rate(self, rate: float | None) -> float:
         return rate if self.slow == "host" and rate else UNLIMITED
 
-    def entries(self) -> list[tuple[Segment, int]]:
-        """The chain's segments, each with the number of its visit; ``-1``: between two, always
-        kept.
-        """
-        found: list[tuple[Segment, int]] = []
-        owners = Owners(self.segments, self.after)
-        at: list[int] = []  # the segments' places in the chain
-        waiting = 0.0  # seconds of a gap that saves nothing
+    def entries(self) -> tuple[Segment, ...]:
+        """The segments, and what lies between them."""
+        found: list[Segment] = []
+        owners = Owners(self.segments, self.after, on_cpu=self.slow == "disk")
+        at: dict[int, int] = {}  # by place, where it is in the chain
+
+        def add(place: int, made: Segment) -> None:
+            at[place] = len(found)
+            shared, lingering = (
+                tuple(Shared(at[place] - at[p], n) for p, n in of.items())
+                for of in (owners.shared(place), owners.lingering(place))
+            )
+            found.append(replace(made, shared=shared, lingering=lingering))
+
         for i, s in enumerate(self.segments):
             before_seconds = _finite(s.before_seconds)
-            if owners.gap_bytes(i):
-                found.append((_gap(f"before {s.key}", before_seconds, owners, i), -1))
-            else:
-                waiting = before_seconds
-            at.append(len(found))
-            shared = tuple(Shared(at[i] - at[j], n) for j, n in owners.shared(i).items())
-            found.append((self._segment(i, owners, waiting, shared), i))
-            waiting = 0.0
+            if owners.own(2 * i):
+                add(2 * i, self._gap(f"before {s.key}", 2 * i, owners, before_seconds))
+                before_seconds = 0.0
+            add(2 * i + 1, self._segment(i, owners, before_seconds))
         turn = _finite(self.turn_seconds)
-        head = _gap("head and loss", turn / 3, owners, len(self.segments), turn * 2 / 3)
-        return [*found, (head, -1)]
+        last = 2 * len(self.segments)
+        add(last, self._gap("head and loss", last, owners, turn / 3, turn * 2 / 3))
+        return tuple(found)
 
-    def _segment(
-        self, i: int, owners: Owners, waiting: float, shared: tuple[Shared, ...]
-    ) -> Segment:
-        s = self.segments[i]
+    def _segment(self, i: int, owners: Owners, waiting: float) -> Segment:
+        """Args:
+        waiting: seconds of a gap before it that saves nothing.
+        """
+        s, place = self.segments[i], 2 * i + 1
         seconds = self.pooled(s)
         base_forward, base_backward = base_seconds(seconds)
-        saved = owners.saved_bytes(i)
-        later = owners.later_bytes(i)
-        beside, beside_back = owners.beside(i)
+        later, saved = owners.later_bytes(i), sum(owners.own(place).values())
+        beside, beside_back = owners.beside(place)
         peak = max(later, s.forward_peak_bytes - saved)
         options = OptionsOf(
             s,
-            own=owners.own(i),
+            own=owners.own(place),
             lasting=owners.lasting(i),
             boundary=owners.boundary(i),
             seconds=seconds,
@@ -201,24 +203,33 @@ class ModelProfile:
             options.all(in_parts=len(self.segments) < _DIVIDED_BELOW),
             forward_bytes=beside + peak,
             backward_bytes=beside_back + max(later, s.backward_peak_bytes - saved),
-            shared=shared,
-            input_bytes=owners.input_bytes(i),
         )
 
-
-def _gap(name: str, forward: float, owners: Owners, i: int, backward: float = 0.0) -> Segment:
-    saved, (read, beside, beside_back) = owners.gap_bytes(i), owners.beside_gap(i)
-    keep = Option("keep", resident_bytes=saved, present_bytes=saved)
-    return Segment(
-        name,
-        forward,
-        backward,
-        saved,
-        (keep,),
-        forward_bytes=beside,
-        backward_bytes=beside_back,
-        input_bytes=read,
-    )
+    def _gap(
+        self, name: str, place: int, owners: Owners, forward: float, backward: float = 0.0
+    ) -> Segment:
+        own = owners.own(place)
+        beside, beside_back = owners.beside(place)
+        options = OptionsOf(
+            SegmentProfile(name),
+            own=own,
+            lasting=set(),
+            boundary={},
+            seconds=NOTHING_MORE,
+            links=self.links,
+            slow=self.slow,
+            least_bytes=self.min_offload_bytes,
+        )
+        return Segment(
+            name,
+            forward,
+            backward,
+            sum(own.values()),
+            options.of_gap(owners.movable(place)),
+            forward_bytes=beside,
+            backward_bytes=beside_back,
+            is_gap=True,
+        )
 
 
 def _finite(value: float) -> float:

@@ -86,6 +86,8 @@ class Assignment:
     Attributes:
         actions: by key; as options name them, ``"disk:50%"`` for a part.
         limits: by key, the bytes of such a part.
+        gap_actions: of what is saved outside of segments, by the number of those before it.
+        gap_default: of what is not named there.
         default: the action of a segment with another key.
         needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
         limit_bytes: the budget of device memory; ``None``: the session's.
@@ -97,6 +99,8 @@ class Assignment:
 
     actions: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    gap_actions: Mapping[int, str] = field(default_factory=dict)
+    gap_default: str = "keep"
     default: str = "keep"
     needs: Sequence[Need] = ()
     limit_bytes: int | None = None
@@ -111,11 +115,13 @@ class Gap:
 
     Attributes:
         saved: what is saved there.
+        held: what the caller holds, who has passed it to the model: it stays.
         lingering: what segments before save to compute it again, and somebody else still held when
             something was saved there; on the cpu.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
     lingering: dict[int, int] = field(default_factory=dict)
 
 

@@ -64,7 +64,7 @@ class SegmentProfile:
         if (
             kind == "recompute"
             and saved_bytes >= known_bytes
-            and (visit.saved or visit.before.saved)
+            and (visit.saved or visit.before.saved or visit.before.held)
         ):
             self.saved, self.boundary, self.before = visit.saved, visit.held, visit.before
             self.spans = visit.spans

@@ -64,7 +64,7 @@ def random_chain(rng: random.Random, length: int) -> Chain:
     selective = rng.random() < 0.4
     spread = rng.choice((0.1, 0.5, 1.0))
     sharing = rng.choice((0, 0, 1, 3))  # with how many before
-    reading = rng.random() < 0.3
+    reading = rng.choice((0, 0, 1, 3))  # of how many before
 
     def around(value: float) -> float:
         return value * rng.uniform(1 - 0.6 * spread, 1 + 0.6 * spread)
@@ -81,7 +81,7 @@ def random_chain(rng: random.Random, length: int) -> Chain:
                 f"layers.{i}", forward, backward, saved,
                 options(forward, saved, boundary, tiers=tiers, selective=selective),
                 transient, transient + rng.uniform(0.0, 0.3), tuple(shared),
-                boundary if reading and i else 0.0,
+                tuple(Shared(back, boundary / back) for back in range(1, min(i, reading) + 1)),
             )
         )  # fmt: skip
     total = sum(s.saved_bytes for s in segments)

@@ -217,8 +217,9 @@ class Simulation:
     def forward(self, i: int) -> None:
         s, o = self.chain.segments[i], self.options[i]
         own = self.resident[i] + o.present_bytes + s.forward_bytes
-        if not (i and self.options[i - 1].holds_output):
-            own += s.input_bytes
+        for back, nbytes in s.lingering:
+            earlier = self.options[i - back]
+            own += 0.0 if earlier.holds_output and not earlier.offload_bytes else nbytes
         while own + self.present(i) > self.chain.device_bytes + _SLACK and not self.stuck:
             self.use, self.running = self.resident[i], -1
             self.stuck = not self.advance(math.inf)

@@ -42,7 +42,7 @@ def test_the_floor_can_be_planned_for(share: float, open_session: Opener) -> Non
         model, lambda: model(x).square().mean().backward(), device="cpu", min_offload_bytes=0
     )
     segments = found.study.profile.segments
-    assert sum(segments[0].before.saved.values()) >= x.nbytes
+    assert sum(segments[0].before.held.values()) >= x.nbytes
     assert found.floor_bytes < sum(segments[1].saved.values())
     budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
     model = waves()
@@ -65,7 +65,7 @@ def test_a_batch_counts_where_it_is_all_that_a_segment_saves() -> None:
         model, lambda: model(x).sum().backward(), device="cpu", min_offload_bytes=0,
         segments=["0", "1", "2", "3"],
     )  # fmt: skip
-    assert list(found.study.profile.segments[0].before.saved.values()) == [x.nbytes]
+    assert list(found.study.profile.segments[0].before.held.values()) == [x.nbytes]
 
 
 class Shift(nn.Module):
