@@ -340,8 +340,9 @@ async def _carry_out(request: AioRequest, fd: int, block_bytes: int) -> None:
         )
         if request.checksum is not None and zlib.crc32(slot.view) != request.checksum:
             error = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
-    except OSError as e:
-        error = e.with_traceback(None)  # whose frames hold the slot
+    except Exception as e:  # at the interpreter's end, no thread can be had for a transfer
+        told = e if isinstance(e, OSError) else OSError(errno.EIO, f"{type(e).__name__}: {e}")
+        error = told.with_traceback(None)  # whose frames hold the slot
     del slot  # before the waiter wakes: it may look at who still holds the memory
     request.end_ns = time.perf_counter_ns()
     request.complete(error)

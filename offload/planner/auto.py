@@ -97,6 +97,8 @@ def assignment_of(plan: Plan) -> Assignment:
         plan.actions,
         plan.limits,
         plan.gap_actions,
+        # What nobody has planned for runs as leanly as can be.
+        default="recompute+disk" if plan.device == "cpu" else "recompute+host",
         needs=plan.needs,
         limit_bytes=int(plan.budgets.device_bytes),
     )

@@ -262,10 +262,11 @@ class Controller:
         number = current.first + 2 * visit.number + 1
         try:
             with self.hooks.placed(way.placement, number, limit):
+                module = rule.module()
+                assert module is not None
+                # Also where it runs once: what it keeps was measured where it ran twice.
+                forward, args, kwargs = run_twice(module, forward, args, kwargs, rule.tell)
                 if way.recomputed:
-                    module = rule.module()
-                    assert module is not None
-                    forward, args, kwargs = run_twice(module, forward, args, kwargs, rule.tell)
                     region = self._region(visit, module, forward)
                     context_fn = rule.context_fn if way.selective else None
                     result = recomputed(region, args, kwargs, context_fn)
@@ -328,7 +329,7 @@ class Controller:
             self._observer.end_backward(current.visits[visit.number + 1])
         entry, needs = 2 * visit.number + 1, current.assignment.needs
         with self._tiers.lock:
-            self._tiers.gate.at = entry if needs else -1
+            self._tiers.gate.at = entry if entry < len(needs) else -1
             if entry < len(needs):
                 there = self._tiers.leaving_bytes(current.first + entry)
                 self._tiers.make_room(max(0, needs[entry].backward_bytes - there))

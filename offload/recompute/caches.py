@@ -36,8 +36,8 @@ def run_twice(
     named = dict(zip(kwargs, made[len(args) :], strict=True))
     if made.count(None) > inputs.count(None):
         tell(
-            f"{type(module).__name__} was handed a cache of keys and values. It is recomputed, and "
-            "would fill that again: it runs without, as training does not need it. Tell the model "
+            f"{type(module).__name__} was handed a cache of keys and values. Recomputed, it would "
+            "fill that again: it runs without, as training does not need it. Tell the model "
             "so, model.config.use_cache = False"
         )
         if named.get("use_cache"):
