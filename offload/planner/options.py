@@ -14,7 +14,7 @@ a moment; an example of a segment that saves storages of 4, 2 and 6 MiB, in MiB:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.engines import padded
 from offload.planner.model import Links, Option
@@ -35,6 +35,7 @@ class OptionsOf:
     Args:
         segment: as measured.
         own: bytes of the storages that count for it, by number, in the order they are saved.
+        first: the same of those that it is the first to save.
         lasting: which of them an earlier segment saves as well.
         boundary: the same of its inputs.
         seconds: by action, the median over all segments of its kind.
@@ -45,6 +46,7 @@ class OptionsOf:
 
     segment: SegmentProfile
     own: dict[int, int]
+    first: dict[int, int]
     lasting: set[int]
     boundary: dict[int, int]
     seconds: Seconds
@@ -59,7 +61,7 @@ class OptionsOf:
             tiers.append("disk")
         made = [self._kept("keep", self.own)]
         for tier in tiers:
-            if in_parts and len(self.own) > 1:
+            if in_parts and len(self.first) > 1:
                 made += [self._partly(tier, share) for share in _PARTS]
             made.append(self._away(tier, self.own))
         ways = [("recompute", "recompute", self.boundary)]
@@ -84,13 +86,18 @@ class OptionsOf:
         return self._option(action, storages, leaving)
 
     def _partly(self, tier: str, share: float) -> Option:
-        """The first so much of what it saves; backward wants the rest first."""
-        saved_bytes, gone_bytes, leaving = sum(self.own.values()), 0, {}
-        for number, nbytes in self.own.items():
-            if nbytes >= self.least_bytes and gone_bytes + nbytes <= share * saved_bytes:
-                leaving[number] = nbytes
-                gone_bytes += nbytes
-        return self._option(f"{tier}:{share:.0%}", self.own, leaving)
+        """The first so much of what it saves; backward wants the rest first. As the hooks do it: to
+        send what others own frees nothing, and counts.
+        """
+        left_bytes = limit_bytes = int(share * sum(self.first.values()))
+        leaving = {}
+        for number, nbytes in self.first.items():
+            if self.least_bytes <= nbytes <= left_bytes:
+                left_bytes -= nbytes
+                if number in self.own:
+                    leaving[number] = nbytes
+        made = self._option(f"{tier}:{share:.0%}", self.own, leaving)
+        return replace(made, limit_bytes=limit_bytes)
 
     def _option(self, action: str, storages: dict[int, int], leaving: dict[int, int]) -> Option:
         """To hold ``storages``, of which ``leaving`` leave."""

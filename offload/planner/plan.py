@@ -38,6 +38,7 @@ class PlanRow:
         stall_seconds: waited for room or for bytes.
         need: what the budget's gate is told of it.
         is_gap: whether it is no segment, but what lies between two.
+        limit_bytes: of what leaves in part, by which the hooks tell what does.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PlanRow:
     stall_seconds: float
     need: Need
     is_gap: bool = False
+    limit_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Plan:
     @property
     def limits(self) -> dict[str, int]:
         """By segment, the bytes of those that leave in part."""
-        return {row.name: row.offload_bytes for row in self.rows if ":" in row.action}
+        return {row.name: row.limit_bytes for row in self.rows if ":" in row.action}
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -273,6 +275,7 @@ def make_plan(
                 stall_seconds=found.forward_stalls[i] + found.backward_stalls[i],
                 need=need_of(walk, i, rooms[i]),
                 is_gap=segment.is_gap,
+                limit_bytes=int(option.limit_bytes),
             )
         )
     again = _recompute_seconds(chain)

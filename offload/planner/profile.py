@@ -188,6 +188,7 @@ class ModelProfile:
         options = OptionsOf(
             s,
             own=owners.own(place),
+            first=owners.first(i),
             lasting=owners.lasting(i),
             boundary=owners.boundary(i),
             seconds=seconds,
@@ -213,6 +214,7 @@ class ModelProfile:
         options = OptionsOf(
             SegmentProfile(name),
             own=own,
+            first={},
             lasting=set(),
             boundary={},
             seconds=NOTHING_MORE,
