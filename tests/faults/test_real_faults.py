@@ -62,6 +62,30 @@ def test_write_that_failed_holds_no_memory(open_session, tmp_path: Path, engine:
         gc.enable()
 
 
+OUTLIVES = """
+import sys, threading, torch, offload
+
+def train():
+    threading.main_thread().join()
+    x = torch.rand(1 << 14, requires_grad=True)
+    with offload.Session(engine=sys.argv[1], disk_dir=sys.argv[2], min_offload_bytes=0) as session:
+        for _ in range(3):
+            with session.step():
+                (x.sin().cos().exp()).sum().backward()
+    print("trained", flush=True)
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_training_that_outlives_the_main_thread(tmp_path: Path, engine: str) -> None:
+    """Then no pool of threads takes anything more; what cannot be written stays in memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES, engine, tmp_path], capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, b"trained\n"), done.stderr
+
+
 def test_size_of_files_is_limited(tmp_path: Path, engine: str) -> None:
     """``ulimit -f`` is a full disk with another name, not the end of the process."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,4 +165,62 @@ def test_while_measuring(kind: str, open_session: Opener) -> None:
                 peaks.append(step.report.peak_live_bytes)
             assert planned.plan is not None
         assert max(peaks[1:]) <= budget
+        session.close()
+
+
+def test_parts_of_what_the_caller_keeps(open_session: Opener) -> None:
+    """The hooks and the planner agree on which storages make up a part."""
+    model, x = Odd(16, "kept"), rand(256, 16)
+    found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
+    uniform = found.uniform("disk:50%")
+    plan = found.plan(uniform.peak_bytes + (64 << 10))
+    rows = [u if not u.is_gap else p for u, p in zip(uniform.rows, plan.rows, strict=True)]
+    session = open_session(device="cpu", device_budget=1 << 30)
+    with session.apply(model, replace(plan, rows=tuple(rows))):
+        for _ in range(2):
+            with session.step() as step:
+                run(model, x)
+    assert 0 < step.report.offloaded_bytes < sum(r.saved_bytes for r in rows)
+    assert step.report.peak_live_bytes <= uniform.peak_bytes
+
+
+class Deep(nn.Module):
+    """As many blocks as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))  # noqa: E731
+        self.blocks = nn.ModuleList(layer() for _ in range(4))
+        self.depth = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("depths", [[2, 4, 4, 4, 2, 4, 4, 4], [4, 4, 4, 4, 4, 4, 2, 4]])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_depths_that_change_from_step_to_step(
+    share: float, depths: list[int], open_session: Opener
+) -> None:
+    model, x = Deep(), rand(256, 16)
+    found = measure_model(model, lambda: model(x).backward(), device="cpu", min_offload_bytes=0)
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    model.depth = 2
+    short = measure_model(model, lambda: model(x).backward(), device="cpu", min_offload_bytes=0)
+    plans = ["auto", found.plan(budget), short.plan(budget)]
+    for plan in plans:
+        session = open_session(device="cpu", device_budget=budget)
+        with session.apply(model, plan):
+            for model.depth in depths:
+                model.zero_grad()
+                model(x).backward()
+                expected = [g.clone() for g in grads(*model.blocks[: model.depth])]
+                model.zero_grad()
+                with session.step() as step:
+                    model(x).backward()
+                assert_identical(expected, grads(*model.blocks[: model.depth]))
+        assert plan != plans[1] or step.report.peak_live_bytes <= budget
         session.close()
