@@ -50,12 +50,28 @@ class Passed:
         self.unpack = pair[1]
 
 
+class _Part:
+    """The first storages that fit into so many bytes, and which storages were asked about."""
+
+    __slots__ = ("fits", "left_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.left_bytes = limit_bytes
+        self.fits: dict[int, bool] = {}  # by address
+
+    def ask(self, address: int, nbytes: int) -> None:
+        """Whether a storage that is new fits."""
+        self.fits[address] = fits = nbytes <= self.left_bytes
+        if fits:
+            self.left_bytes -= nbytes
+
+
 class _Asked(threading.local):
     """What a thread asks of what it saves, while it runs some part of a model."""
 
     placement: Placement | None = None  # in place of the policy's
     segment: int = -1  # of a plan, whose forward runs
-    left_bytes: int | None = None  # that go to the placement before the rest stays
+    part: "_Part | None" = None  # of that goes to the placement; the rest stays
     node: int | None = None  # in place of the number of the operation that saves
 
 
@@ -125,13 +141,14 @@ class Hooks:
             limit_bytes: only what fits into so many bytes goes there, and the rest stays.
         """
         asked = self._asked
-        before = asked.placement, asked.segment, asked.left_bytes
-        asked.placement, asked.left_bytes = placement, limit_bytes
+        before = asked.placement, asked.segment, asked.part
+        asked.placement = placement
+        asked.part = _Part(limit_bytes) if limit_bytes is not None else None
         asked.segment = segment if segment >= 0 else before[1]
         try:
             yield
         finally:
-            asked.placement, asked.segment, asked.left_bytes = before
+            asked.placement, asked.segment, asked.part = before
 
     @contextlib.contextmanager
     def numbered(self, node: int) -> Iterator[None]:
@@ -232,8 +249,9 @@ class Hooks:
             placement = self._by_policy(tensor, nbytes)
         if storage._cdata in self.held:
             return Placement.KEEP
-        if self._asked.left_bytes is not None and placement is not Placement.KEEP:
-            placement = self._partly(placement, storage, tensor._version)
+        part = self._asked.part
+        if part is not None and placement is not Placement.KEEP:
+            placement = self._partly(part, placement, storage, tensor._version)
         if placement is Placement.HOST and tensor.is_cpu:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
@@ -250,17 +268,16 @@ class Hooks:
         return placement
 
     def _partly(
-        self, placement: Placement, storage: torch.UntypedStorage, version: int
+        self, part: _Part, placement: Placement, storage: torch.UntypedStorage, version: int
     ) -> Placement:
-        """``placement`` as long as there are bytes left for it; one storage has one place."""
-        asked, nbytes = self._asked, storage.nbytes()
-        assert asked.left_bytes is not None
-        if self._blocks.find((storage._cdata, version)) is not None:
-            return placement
-        if nbytes > asked.left_bytes or self._tiers.live.counts(storage):
-            return Placement.KEEP
-        asked.left_bytes -= nbytes
-        return placement
+        """``placement`` as long as there are bytes left for it; one storage has one place, whether
+        others have saved it before or not.
+        """
+        address = storage._cdata
+        known = self._blocks.find((address, version)) is not None
+        if address not in part.fits or not (known or self._tiers.live.counts(storage)):
+            part.ask(address, storage.nbytes())
+        return placement if part.fits[address] else Placement.KEEP
 
     def _may_keep(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
         """Within the budget of device memory, which counts what is there and was not counted."""

@@ -114,6 +114,7 @@ class Controller:
         self._thread = 0
         self._pass: Pass | None = None  # whose forward is the newest, or whose backward runs
         self._waiting: list[weakref.ref[Pass]] = []  # held by their graphs: dropped with those
+        self._recorded: Pass | None = None  # the pass before, if it was recorded
         self._opened = 0  # in this step
         self._counters = Counters()
         self._started: Any = None
@@ -174,6 +175,8 @@ class Controller:
         if self._is_cpu:  # those of an earlier pass, which may have saved them: this one may not
             for storage in filter(None, storages):
                 self._tiers.live.forget(storage)
+        if assigned.record and self._recorded is not None and not self._in_flight():
+            current.leftover = self._observer.lingering(self._recorded)
         if assigned.record and not self._is_cpu and not self._in_flight():
             current.start_bytes = torch.accelerator.memory_allocated()
             current.gradient_bytes = missing_gradients(self._model())
@@ -237,6 +240,7 @@ class Controller:
                 self._observer.end_backward(done.visits[0])
         if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
+        self._recorded = done if done.assignment.record else None
         done.waits = list(self._counters.waits)
         self._scheme.finished(done, self._counters)
 
@@ -324,6 +328,8 @@ class Controller:
             return
         if not current.in_backward:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
+            if current.leftover:
+                current.leftover_back = self._observer.living(current.leftover)
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
             self._observer.end_backward(current.visits[visit.number + 1])

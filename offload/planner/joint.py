@@ -111,7 +111,8 @@ def _profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
                 setattr(own, name, max(getattr(own, name), getattr(its, name)))
             seen = (own.passing_bytes, its.passing_bytes)
             own.passing_bytes = None if None in seen else max(n or 0 for n in seen)
-    made.base_bytes = max(p.base_bytes for p in begun)
+    for name in ("base_bytes", "leftover_bytes", "leftover_back_bytes"):
+        setattr(made, name, max(getattr(p, name) for p in begun))
     made.turn_seconds = max(p.turn_seconds for p in begun)
     made.in_flight = max(p.in_flight for p in begun)
     made.links = _slowest([p.links for p in begun])

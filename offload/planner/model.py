@@ -81,7 +81,7 @@ class Option:
         backward_seconds: more than the segment's own: the recomputation, for one.
         holds_output: keeps its own result, where it saves it.
         frees_input: lets its input go, unless the segment before holds it.
-        limit_bytes: of a part, what the hooks send of all that the segment is the first to save.
+        limit_bytes: of a part, what the hooks send of all that the segment saves.
         whole: all that the segment saves is there when its backward begins, as where it was kept or
             computed again. Otherwise what left is there from when it is asked for.
         pieces: of ``offload_bytes``, in the order of the forward; (): may be divided at will.

@@ -6,7 +6,6 @@ do: what is saved, and the slots that it passes through.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -105,10 +104,13 @@ class Observer:
         """
         if not self.is_cpu:
             return {}
-        living, least = self._ids.living(), self._tiers.common.config.min_offload_bytes
-        saved = [s for v in current.visits for s in (v.before.saved, v.saved, v.held)]
-        every = itertools.chain.from_iterable(s.items() for s in (*saved, current.after.saved))
-        return {k: n for k, n in every if k in living and n >= least}
+        least = self._tiers.common.config.min_offload_bytes
+        return self.living({k: n for k, n in current.saved.items() if n >= least})
+
+    def living(self, storages: dict[int, int]) -> dict[int, int]:
+        """Those that are alive."""
+        living = self._ids.living()
+        return {k: n for k, n in storages.items() if k in living}
 
     def begin_peak(self, visit: Visit) -> None:
         """Of the visit's forward, or of its backward."""

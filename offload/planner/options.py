@@ -35,7 +35,7 @@ class OptionsOf:
     Args:
         segment: as measured.
         own: bytes of the storages that count for it, by number, in the order they are saved.
-        first: the same of those that it is the first to save.
+        saved: the same of all that it saves.
         lasting: which of them an earlier segment saves as well.
         boundary: the same of its inputs.
         seconds: by action, the median over all segments of its kind.
@@ -46,7 +46,7 @@ class OptionsOf:
 
     segment: SegmentProfile
     own: dict[int, int]
-    first: dict[int, int]
+    saved: dict[int, int]
     lasting: set[int]
     boundary: dict[int, int]
     seconds: Seconds
@@ -61,7 +61,7 @@ class OptionsOf:
             tiers.append("disk")
         made = [self._kept("keep", self.own)]
         for tier in tiers:
-            if in_parts and len(self.first) > 1:
+            if in_parts and len(self.saved) > 1:
                 made += [self._partly(tier, share) for share in _PARTS]
             made.append(self._away(tier, self.own))
         ways = [("recompute", "recompute", self.boundary)]
@@ -89,9 +89,9 @@ class OptionsOf:
         """The first so much of what it saves; backward wants the rest first. As the hooks do it: to
         send what others own frees nothing, and counts.
         """
-        left_bytes = limit_bytes = int(share * sum(self.first.values()))
+        left_bytes = limit_bytes = int(share * sum(self.saved.values()))
         leaving = {}
-        for number, nbytes in self.first.items():
+        for number, nbytes in self.saved.items():
             if self.least_bytes <= nbytes <= left_bytes:
                 left_bytes -= nbytes
                 if number in self.own:

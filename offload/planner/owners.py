@@ -108,12 +108,6 @@ class Owners:
             or any(k in saved for saved in (*later, *gaps))
         )
 
-    def first(self, i: int) -> dict[int, int]:
-        """Of what segment ``i`` saves, what nobody has before, in the order they are saved."""
-        before = [s.saved for s in self._segments[:i]] + [g.saved for g in self._gaps[: i + 1]]
-        earlier = set().union(*before)
-        return {k: n for k, n in self._segments[i].saved.items() if k not in earlier}
-
     def lasting(self, i: int) -> set[int]:
         """Of what segment ``i`` owns, what an earlier one wants in its backward as well."""
         earlier = (self._segments[j].saved.keys() for j in range(i))

@@ -56,6 +56,8 @@ class ModelProfile:
         self.slow = slow
         self.min_offload_bytes = min_offload_bytes
         self.base_bytes = 0  # of the device, in use by the model where the budget counts that
+        # Of the pass before, in other hands while forward and backward run.
+        self.leftover_bytes = self.leftover_back_bytes = 0
         self._full_bytes = math.inf  # with all gradients
         self.segments: list[SegmentProfile] = []
         self.after = Gap()
@@ -78,6 +80,7 @@ class ModelProfile:
         self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times()
         done.visits[0].before.held = done.held
+        self._note_leftover(done)
         if done.start_bytes:
             # The least: what the step before still had on its way out is not of the model.
             self._full_bytes = min(self._full_bytes, done.start_bytes + done.gradient_bytes)
@@ -101,6 +104,15 @@ class ModelProfile:
         for visit in reversed(done.visits):
             visit.backward_peak_bytes += max(0, made)
             made += visit.gradient_bytes
+
+    def _note_leftover(self, done: Pass) -> None:
+        again = done.saved.keys() | done.held.keys()
+        over, back = (
+            sum(n for k, n in storages.items() if k not in again)
+            for storages in (done.leftover, done.leftover_back)
+        )
+        self.leftover_bytes = max(self.leftover_bytes, over)
+        self.leftover_back_bytes = max(self.leftover_back_bytes, back)
 
     def hopeful(self) -> ModelProfile:
         """A copy for which what passes through segments is nothing, where it was not measured."""
@@ -183,12 +195,12 @@ class ModelProfile:
         seconds = self.pooled(s)
         base_forward, base_backward = base_seconds(seconds)
         later, saved = owners.later_bytes(i), sum(owners.own(place).values())
-        beside, beside_back = owners.beside(place)
+        beside, beside_back = self._beside(owners, place)
         peak = max(later, s.forward_peak_bytes - saved)
         options = OptionsOf(
             s,
             own=owners.own(place),
-            first=owners.first(i),
+            saved=s.saved,
             lasting=owners.lasting(i),
             boundary=owners.boundary(i),
             seconds=seconds,
@@ -206,15 +218,20 @@ class ModelProfile:
             backward_bytes=beside_back + max(later, s.backward_peak_bytes - saved),
         )
 
+    def _beside(self, owners: Owners, place: int) -> tuple[int, int]:
+        """What is there of others, also of other passes, while forward and backward run."""
+        forward, backward = owners.beside(place)
+        return forward + self.leftover_bytes, backward + self.leftover_back_bytes
+
     def _gap(
         self, name: str, place: int, owners: Owners, forward: float, backward: float = 0.0
     ) -> Segment:
         own = owners.own(place)
-        beside, beside_back = owners.beside(place)
+        beside, beside_back = self._beside(owners, place)
         options = OptionsOf(
             SegmentProfile(name),
             own=own,
-            first={},
+            saved={},
             lasting=set(),
             boundary={},
             seconds=NOTHING_MORE,

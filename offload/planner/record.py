@@ -205,10 +205,21 @@ class Pass:
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes
     held: dict[int, int] = field(default_factory=dict)  # of what is saved, the caller's inputs
+    # Of what the pass before has saved, what is in other hands when forward and backward begin.
+    leftover: dict[int, int] = field(default_factory=dict)
+    leftover_back: dict[int, int] = field(default_factory=dict)
     after: Gap = field(default_factory=Gap)  # after the last segment so far
     waits: list[Interval] = field(default_factory=list)
     open: Visit | None = None
     in_backward: bool = False
+
+    @property
+    def saved(self) -> dict[int, int]:
+        """Bytes of each storage that was saved so far, also to compute it again."""
+        found = dict(self.after.saved)
+        for v in self.visits:
+            found |= v.before.saved | v.saved | v.held
+        return found
 
     @property
     def complete(self) -> bool:

@@ -184,6 +184,23 @@ def test_parts_of_what_the_caller_keeps(open_session: Opener) -> None:
     assert step.report.peak_live_bytes <= uniform.peak_bytes
 
 
+def test_results_of_the_step_before(open_session: Opener) -> None:
+    """They die when the next ones take their names, which is after the next forward."""
+    model, x = Odd(16, "kept"), rand(256, 16)
+    found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
+    budget = (found.floor_bytes + found.plain_bytes) // 2
+    session, peaks = open_session(device="cpu", device_budget=budget), []
+    with session.apply(model, "auto") as planned:
+        for _ in range(8):
+            with session.step() as step:
+                loss, results = model(x)
+                loss.backward()
+            peaks.append(step.report.peak_live_bytes)
+        assert planned.plan is not None
+    assert len(results) == 5
+    assert max(peaks) <= budget
+
+
 class Deep(nn.Module):
     """As many blocks as it is told."""
 
