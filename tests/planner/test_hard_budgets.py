@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from offload.planning import measure_model
 from tests.conftest import Opener
+from tests.planner.test_peaks import timed
 from tests.support import assert_identical, grads, rand
 
 STEPS = 12
@@ -137,7 +138,7 @@ def test_plans(share: float, rows: int, kind: str, open_session: Opener) -> None
     expected = [g.clone() for g in grads(model)]
     found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
     budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
-    plan = found.plan(budget)
+    plan = timed(found, link=0.5 if rows == 256 else 4.0).plan(budget)
     model = Odd(16, kind)
     session = open_session(device="cpu", device_budget=budget)
     with session.apply(model, plan):
