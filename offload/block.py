@@ -60,16 +60,44 @@ class Ticket:
     block.
     """
 
-    __slots__ = ("__weakref__", "block", "layout", "ordinal", "served", "tape", "witness")
+    __slots__ = ("__weakref__", "block", "layout", "member", "ordinal", "served", "tape", "witness")
 
-    def __init__(self, block: "Block", layout: TensorLayout, witness: VersionWitness) -> None:
+    def __init__(
+        self,
+        block: "Block",
+        layout: TensorLayout,
+        witness: VersionWitness,
+        member: "Member | None" = None,
+    ) -> None:
         self.block = block
         self.layout = layout
         self.witness = witness
+        self.member = member  # of the block, if that is a bundle
         self.served = 0  # the block's generation that this ticket was last served from
         self.tape: object = None  # the forward it belongs to and its place there: the prefetcher's
         self.ordinal = 0
         block.claim(self)
+
+
+class Member:
+    """A storage in a bundle, which is a block of several (``offload.bundles``)."""
+
+    __slots__ = ("__weakref__", "_origin", "begin", "block", "nbytes")
+
+    def __init__(self, block: "Block", begin: int, storage: torch.UntypedStorage) -> None:
+        self.block = block
+        self.begin = begin  # bytes from the bundle's first
+        self.nbytes = storage.nbytes()
+        self._origin = StorageRef(storage)  # held, and asked first, for the reasons of a block's
+
+    def found(self, bundle: torch.UntypedStorage) -> tuple[torch.UntypedStorage, int]:
+        """Where its bytes are, and where they begin there: the original if it is alive still, else
+        ``bundle``.
+        """
+        origin = self._origin.storage()
+        if origin is not None and origin.nbytes() == self.nbytes:
+            return origin, 0
+        return bundle, self.begin
 
 
 class Block:
@@ -129,7 +157,7 @@ class Block:
         self._served = 0  # of those, from the first: dead, or served from this generation
         self._prune_at = _FEW_TICKETS
         self.generation = 0  # counts reloads
-        self.slot: Slot | None = None
+        self.slot: Slot | None = None  # while LIVE: one that the storage is an alias of
         self.extent: Extent | None = None
         self.checksum: int | None = None
         self.request: Request | None = None  # of the transfer in flight
@@ -159,13 +187,16 @@ class Block:
         return device is not None and device.nbytes() == self.nbytes and not self.witness.modified
 
     def offload(self, lane: Lane, slot: Slot, *, checksum: bool) -> None:
-        """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
+        """LIVE -> OFFLOADING: start copying the device bytes into ``slot``, if they are not there
+        already.
+        """
         if self.state is not State.LIVE:
             raise self._unexpected(State.LIVE)
         assert self._device is not None
-        self.copied, self.checksum = lane.copy_out(
-            slot, self._device, self.produced, checksum=checksum, about=self.subject
-        )
+        if slot is not self.slot:
+            self.copied, self.checksum = lane.copy_out(
+                slot, self._device, self.produced, checksum=checksum, about=self.subject
+            )
         self.slot = slot
         self._source_address = self._device.data_ptr()
         self.state = State.OFFLOADING

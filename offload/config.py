@@ -147,6 +147,10 @@ class Config:
             leaves. ``"auto"``: all but a tenth of the accelerator, half of the memory available.
             ``None``: no limit.
         min_offload_bytes: storages smaller than this stay where they are.
+        bundle_bytes: storages smaller than 1/16 of this leave and come back together, so many
+            bytes at a time; of what a forward saves last, less than that stays. ``None``: 4 MiB, or
+            as much as a quarter of each window holds; none where ``min_offload_bytes`` is 0, which
+            sends each out by itself. 0: none. Under a plan or a ``device_budget`` there are none.
         window_bytes: most bytes on their way out at one time: of storages being copied from an
             accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
             A storage larger than this passes alone.
@@ -192,6 +196,7 @@ class Config:
     )
     device_budget: int | None = field(default=None, converter=_to_device_budget)
     min_offload_bytes: int = _size(1 * MIB)
+    bundle_bytes: int | None = _size(None)
     window_bytes: int = _size(32 * MIB)
     prefetch_bytes: int = _size(68 * MIB)
     keep_last_bytes: int = _size(16 * MIB)
@@ -273,6 +278,15 @@ class Config:
                 2 * windows_bytes, min(self.device_budget or 0, available_memory_bytes() // 2)
             )
         return max(windows_bytes, available_memory_bytes() // 2 // local_processes())
+
+    @property
+    def bundled_bytes(self) -> int:
+        """Bytes of a bundle of small storages; 0: there are none."""
+        if self.bundle_bytes is not None:
+            return self.bundle_bytes
+        if not self.min_offload_bytes:
+            return 0
+        return min(4 * MIB, self.window_bytes // 4, self.prefetch_bytes // 4)
 
     @property
     def disk_bytes(self) -> int | None:

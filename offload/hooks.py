@@ -4,11 +4,6 @@
 version)``. The alias is detached: the tensor itself would close a cycle through C++ that Python's
 collector cannot see whenever an operation saves its own output. The version restores the in-place
 check, which torch gives up when hooks are on.
-
-[Note: what is never moved] Parameters and their views (``Linear`` saves ``weight.t()``), since
-optimizers and sharding libraries write to their storage; the low-precision casts of them that
-autocast caches; kinds without plain bytes (sparse, quantized, nested, fake, wrapper subclasses).
-The cheapest test comes first: most saved tensors are small.
 """
 
 import contextlib
@@ -21,10 +16,12 @@ import torch
 import torch.utils.checkpoint
 
 from offload.block import Block, Ticket
+from offload.bundles import MEMBERS, Bundles
 from offload.config import Config
 from offload.dtensor import Wrapper, part_of
+from offload.kinds import has_plain_bytes, is_cast_of_parameter, is_never_moved, is_part_of_data
 from offload.layout import TensorLayout
-from offload.live import is_parameter_like
+from offload.live import HookPair, is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
 from offload.registry import Registry
@@ -34,10 +31,8 @@ from offload.tiers import Tiers
 from offload.weak import VersionWitness, modified_in_place
 
 _graph_task_id = torch._C._current_graph_task_id
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_next_node = torch._C._autograd._get_sequence_nr
 Watch = Callable[[torch.Tensor, torch.UntypedStorage], None]
-HookPair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Passed:
@@ -93,7 +88,9 @@ class Hooks:
         self.held: frozenset[int] = frozenset()  # storages that stay, as their owner keeps them
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
-        self._blocks = Registry()
+        self._blocks: Registry[Block] = Registry()
+        self._bundles = Bundles(config, tiers, self._blocks, self._prefetcher, self.scopes)
+        self._bundled_below = self._bundles.bundle_bytes // MEMBERS
 
     def begin_step(self, counters: Counters) -> None:
         """Count into ``counters`` from now on."""
@@ -103,6 +100,7 @@ class Hooks:
                 block.forget_dead()
             self._tiers.begin_step(counters)
             self._prefetcher.begin_step()
+            self._bundles.begin_step(counters)
             self._in_backward = False
             self.scopes.forget()
 
@@ -200,7 +198,9 @@ class Hooks:
         return pack, self.unpack
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        """A ticket for a tensor that leaves, ``None`` for one that stays. Never raises for I/O."""
+        """A ticket for a tensor that leaves, ``None`` for one that stays. Never raises for I/O. The
+        cheapest test comes first: most saved tensors are small.
+        """
         try:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
@@ -211,11 +211,11 @@ class Hooks:
         if nbytes < self._min_bytes:
             self._counters.kept_bytes["small"] += nbytes
             return None
-        if is_parameter_like(tensor) or _is_cast_of_parameter(tensor):
+        if is_parameter_like(tensor) or is_cast_of_parameter(tensor):
             return self._kept("parameter", nbytes)
-        if tensor._base is not None and _is_part_of_data(tensor, nbytes):
+        if tensor._base is not None and is_part_of_data(tensor, nbytes):
             return self._kept("view", nbytes)
-        if not self._is_managed(tensor.device) or not _has_plain_bytes(tensor, storage):
+        if not self._is_managed(tensor.device) or not has_plain_bytes(tensor, storage):
             return self._pack_part(tensor, nbytes)
         placement = self._placement(tensor, storage, nbytes)
         if placement is Placement.KEEP:
@@ -230,7 +230,7 @@ class Hooks:
             # differ from what its forward saw.
             self._kept("backward", nbytes)
             return tensor.detach(), tensor._version
-        return self._take(tensor, storage, placement)
+        return self._take(tensor, storage, nbytes, placement)
 
     def _pack_part(self, tensor: torch.Tensor, nbytes: int) -> object:
         """The same for a tensor without plain bytes of its own, which may have some within."""
@@ -302,27 +302,36 @@ class Hooks:
         return managed
 
     def _take(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        placement: Placement,
     ) -> Ticket:
         witness, layout = VersionWitness(tensor), TensorLayout.of(tensor)
+        asked, foreign = self._asked, tensor.grad_fn is None
+        # The operation that saves is being built, and has taken its number already: the last one.
+        node = asked.node if asked.node is not None else _next_node() - 1
         with self._tiers.lock:
             if self._in_backward:
                 self._come_to("forward")
             key = (storage._cdata, tensor._version)
+            if nbytes < self._bundled_below and self._tiers.gate.is_open:
+                member = self._bundles.member(key, storage, placement, foreign, node)
+                return Ticket(member.block, layout, witness, member)
             known = self._blocks.find(key)
             if known is not None:
                 ticket = Ticket(known, layout, witness)
                 self._counters.deduplicated_bytes += known.nbytes
             else:
-                module = self.scopes.module if self.scopes.active else ""
-                block = Block(storage, witness, placement, module)
-                block.segment = self._asked.segment
-                block.foreign = tensor.grad_fn is None
+                block = Block(storage, witness, placement, self.scopes.module)
+                block.segment = asked.segment
+                block.foreign = foreign
                 ticket = Ticket(block, layout, witness)
                 self._blocks.add(key, block)
                 self._counters.saved_bytes += block.nbytes
                 self._tiers.admit(block, storage)
-            self._prefetcher.saved(ticket, self._asked.node)
+            self._prefetcher.saved(ticket, node)
         return ticket
 
     def _come_to(self, phase: str) -> None:
@@ -345,57 +354,19 @@ class Hooks:
         with self._tiers.lock:
             if not self._in_backward:
                 self._come_to("backward")
-            found = self._tiers.demand(ticket.block)
+            member, begin = ticket.member, 0
+            found = self._tiers.at_hand(ticket.block) if member is not None else None
+            if found is None:
+                found = self._tiers.demand(ticket.block)
             self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
             storage = self._tiers.take(ticket, found)
+            if member is not None:
+                storage, begin = member.found(storage)
             if self.watch is not None:
                 self._tiers.uncount(storage)
-            return ticket.layout.view(storage, ticket.witness.counter)
-
-
-def is_never_moved(tensor: torch.Tensor, storage_bytes: int) -> bool:
-    """See Note: what is never moved; and a part of a data set, which its owner keeps."""
-    return (
-        is_parameter_like(tensor)
-        or _is_cast_of_parameter(tensor)
-        or _is_part_of_data(tensor, storage_bytes)
-    )
+            return ticket.layout.view(storage, ticket.witness.counter, begin)
 
 
 def is_of_checkpoint(pair: HookPair | None) -> bool:
     """Whether these hooks are those of ``torch.utils.checkpoint``, in a forward or recomputing."""
     return pair is not None and pair[0].__module__ == torch.utils.checkpoint.__name__
-
-
-def _has_plain_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    return (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not _is_functorch_wrapped(tensor)
-        and storage.data_ptr() != 0
-    )
-
-
-def _is_part_of_data(tensor: torch.Tensor, storage_bytes: int) -> bool:
-    """Whether it is a small view of something larger that needs no gradient: a batch of a data set.
-
-    Whole storages move, and this one would: a data set copied for the sake of one batch, while its
-    owner keeps it in memory all the same.
-    """
-    return (
-        tensor._base is not None
-        and not tensor.requires_grad
-        and 2 * tensor.numel() * tensor.element_size() < storage_bytes
-    )
-
-
-def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether autocast made it from a parameter: ``weight.to(bfloat16)``, or a view of that."""
-    base = tensor._base if tensor._base is not None else tensor
-    node = base.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
-    return isinstance(getattr(source, "variable", None), torch.nn.Parameter)

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["LiveBytes", "LiveBytesMeter", "hooks_below", "is_parameter_like", "storage_of"]
 
-_HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -163,14 +163,14 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def hooks_below() -> _HookPair:
+def hooks_below() -> HookPair:
     """The saved-tensor hooks in force on this thread, for a pair above them to pass everything on
     to; where there are none, a pair that keeps what it is given.
 
     It keeps a detached alias: pack's own argument would tie a node's output to the node in a cycle
     that the garbage collector cannot see.
     """
-    pair: _HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return pair if pair is not None else (Tensor.detach, lambda tensor: tensor)
 
 
@@ -250,7 +250,7 @@ class LiveBytesMeter:
     ) -> None:
         self._entered.stack.pop().__exit__(exc_type, exc, traceback)
 
-    def _pair(self) -> _HookPair:
+    def _pair(self) -> HookPair:
         below_pack, below_unpack = hooks_below()
 
         def pack(tensor: Tensor) -> Any:

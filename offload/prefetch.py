@@ -116,10 +116,8 @@ class Prefetcher:
         self._again.clear()
         self._walk, self._cursor = (-1, -1), 0
 
-    def saved(self, ticket: Ticket, node: int | None = None) -> None:
-        """A ticket was handed to autograd, by the operation with this number; ``None``: by the one
-        that is being built.
-        """
+    def saved(self, ticket: Ticket, node: int) -> None:
+        """A ticket was handed to autograd by the operation with this number."""
         thread = threading.get_ident()
         tape = self._open.get(thread)
         if tape is None:
@@ -128,9 +126,6 @@ class Prefetcher:
             number = len(self._tapes)
             tape = self._open[thread] = Tape(number, self._recording.signature(number))
             self._tapes.append(tape)
-        if node is None:
-            # It has taken its number already: the last one given out.
-            node = torch._C._autograd._get_sequence_nr() - 1
         tape.append(ticket, node)
         if tape.signature == tape.recorded and self._walk[1] == -1:  # this forward is complete
             self._look_again(self._staying)
@@ -146,7 +141,8 @@ class Prefetcher:
     def asked(self, ticket: Ticket) -> None:
         """Backward wants this ticket now: bring back what it will want next."""
         tape = ticket.tape
-        assert isinstance(tape, Tape)
+        if not isinstance(tape, Tape):
+            return  # of a bundle, whose first ticket is on the tape
         self._open.clear()  # what is saved from now on belongs to another forward
         rank = self._note(tape, ticket.ordinal)
         known = rank is not None

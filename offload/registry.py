@@ -1,4 +1,4 @@
-"""Registry: finds the block of a storage at a version, for as long as that block lives.
+"""Registry: finds what stands for a storage at a version, for as long as that lives.
 
 What ``weakref.WeakValueDictionary`` does, in a quarter of the time: a death only appends, in C, and
 is taken note of when the next block is added.
@@ -7,13 +7,13 @@ is taken note of when the next block is added.
 import weakref
 from collections import deque
 from collections.abc import Callable
-
-from offload.block import Block
+from typing import Generic, TypeVar
 
 Key = tuple[int, int]  # ``_cdata`` of the storage, version
+T = TypeVar("T")
 
 
-class _Known(weakref.ref[Block]):
+class _Known(weakref.ref[T]):
     """A weak reference that remembers where it stands; it is also its own death notice."""
 
     __slots__ = ("key",)
@@ -21,46 +21,46 @@ class _Known(weakref.ref[Block]):
     key: Key
 
 
-class Registry:
-    """The living blocks of a session."""
+class Registry(Generic[T]):
+    """What is alive of a session's blocks, or of the members of its bundles."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, _Known] = {}
-        self._dead: deque[_Known] = deque()
-        self._last: set[weakref.ref[Block]] = set()  # see ``when_empty``
+        self._known: dict[Key, _Known[T]] = {}
+        self._dead: deque[_Known[T]] = deque()
+        self._last: set[weakref.ref[T]] = set()  # see ``when_empty``
 
-    def find(self, key: Key) -> Block | None:
-        """The block that was added under ``key``, if it is alive."""
+    def find(self, key: Key) -> T | None:
+        """What was added under ``key``, if it is alive."""
         known = self._known.get(key)
         return known() if known is not None else None
 
-    def add(self, key: Key, block: Block) -> None:
-        """``block`` is found under ``key`` from now on."""
+    def add(self, key: Key, value: T) -> None:
+        """``value`` is found under ``key`` from now on."""
         self._forget_dead()
-        known = _Known(block, self._dead.append)
+        known = _Known(value, self._dead.append)
         known.key = key
         self._known[key] = known
 
-    def living(self) -> list[Block]:
-        """The blocks that are alive now."""
-        blocks = [known() for known in tuple(self._known.values())]
-        return [block for block in blocks if block is not None]
+    def living(self) -> list[T]:
+        """What is alive now."""
+        found = [known() for known in tuple(self._known.values())]
+        return [value for value in found if value is not None]
 
     def when_empty(self, then: Callable[[], None]) -> None:
         """Call ``then`` once all that live now have died, at once if none does. It is called by the
         thread on which the last dies, perhaps inside the garbage collector. What an earlier call
         asked for is forgotten.
         """
-        blocks = self.living()
+        living = self.living()
         self._last.clear()
         self._last = last = set()
 
-        def died(block: weakref.ref[Block]) -> None:
-            last.discard(block)
+        def died(value: weakref.ref[T]) -> None:
+            last.discard(value)
             if not last:
                 then()
 
-        last.update(weakref.ref(block, died) for block in blocks)
+        last.update(weakref.ref(value, died) for value in living)
         if not last:
             then()
 

@@ -19,7 +19,8 @@ import torch
 
 from offload.config import Config
 from offload.errors import StateError, StorageError
-from offload.hooks import HookPair, Hooks, is_of_checkpoint
+from offload.hooks import Hooks, is_of_checkpoint
+from offload.live import HookPair
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.trace import ranged

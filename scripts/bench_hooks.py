@@ -118,7 +118,7 @@ def contenders(
     """What is measured for ``case``, by name."""
     options: dict[str, Any] = {"engine": "native", "disk_dir": directory}
     if case.moves:
-        options.update(min_offload_bytes=0, keep_last_bytes=0)
+        options.update(min_offload_bytes=4096, keep_last_bytes=0)
     noop = partial(saved_tensors_hooks, lambda tensor: tensor, lambda packed: packed)
     with offload.Session(**options) as session:
         found: dict[str, Callable[[], Any]] = {

@@ -148,6 +148,17 @@ class AcceleratorLane:
         self._touches(producer, source, write=True, what="computing a saved tensor")
         return _Produced(producer, self.order.record(producer))
 
+    def gather(
+        self, source: torch.UntypedStorage, target: torch.UntypedStorage, begin: int, foreign: bool
+    ) -> None:
+        read = _bytes_of(source)
+        current = torch.accelerator.current_stream(source.device)
+        self._computing.add((source.device, current.stream_id))
+        _bytes_of(target)[begin : begin + source.nbytes()].copy_(read)
+        if foreign or self._several_compute(source.device):
+            read.record_stream(current)  # its memory may belong to another stream
+            self._leave_to_allocator(read)
+
     def copy_out(
         self,
         slot: Slot,

@@ -50,6 +50,14 @@ class Lane(Protocol):
         ``copy_out``, which may be called much later and by another stream.
         """
 
+    def gather(
+        self, source: torch.UntypedStorage, target: torch.UntypedStorage, begin: int, foreign: bool
+    ) -> None:
+        """Copy ``source`` to ``target`` from its byte ``begin`` on, behind the work that the
+        caller's stream has queued. The caller may let go of ``source`` then. ``foreign``: as in
+        ``let_go``.
+        """
+
     def copy_out(
         self,
         slot: Slot,

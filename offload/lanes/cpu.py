@@ -4,6 +4,7 @@ A copy out is a memory copy that is complete when it returns. A copy in is no co
 tensor aliases the slot.
 """
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,11 @@ class CpuLane:
 
     def produced(self, storage: torch.UntypedStorage) -> object:
         return None
+
+    def gather(
+        self, source: torch.UntypedStorage, target: torch.UntypedStorage, begin: int, foreign: bool
+    ) -> None:
+        ctypes.memmove(target.data_ptr() + begin, source.data_ptr(), source.nbytes())
 
     def copy_out(
         self,

@@ -275,6 +275,13 @@ def _check_moves(report: StepReport, largest_bytes: int, config: Config) -> None
     if report.kept_bytes.get("budget") or report.kept_bytes.get("error"):
         why = "; ".join(report.warnings) or "raise disk_budget or host_budget"
         raise OffloadError(f"nothing is offloaded, as there is no room for it: {why}")
+    bundled_bytes = report.kept_bytes.get("bundle", 0)
+    if bundled_bytes and not report.saved_bytes:
+        raise StepError(
+            f"nothing is offloaded: the {format_bytes(bundled_bytes)} of small storages do not "
+            f"fill a bundle ({format_bytes(config.bundled_bytes)}); lower bundle_bytes, to 0 for "
+            "instance"
+        )
     if report.saved_bytes:
         raise StepError(
             f"nothing is offloaded: all {format_bytes(report.saved_bytes)} stay, as the newest "

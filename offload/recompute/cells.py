@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offload.hooks import HookPair, Hooks, is_of_checkpoint
-from offload.live import storage_of
+from offload.hooks import Hooks, is_of_checkpoint
+from offload.live import HookPair, storage_of
 from offload.weak import VersionWitness
 
 __all__ = ["Cells", "Demand", "Draw", "random_state"]

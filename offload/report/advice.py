@@ -33,8 +33,10 @@ def advice_on(report: StepReport) -> list[Advice]:
 
 def _on_what_stays(report: StepReport) -> Iterator[Advice]:
     if not report.offloaded_bytes:
-        small = report.kept_bytes.get("small", 0)
-        if not report.saved_bytes and small:
+        small, bundled = (report.kept_bytes.get(why, 0) for why in ("small", "bundle"))
+        if not report.saved_bytes and bundled:
+            hint = f"{format_bytes(bundled)} of small storages fill no bundle; lower bundle_bytes"
+        elif not report.saved_bytes and small:
             hint = f"{format_bytes(small)} were in small storages; lower min_offload_bytes"
         elif report.saved_bytes:
             hint = (

@@ -79,8 +79,8 @@ class StepReport:
         seconds: wall time inside the steps' ``with`` blocks.
         period_seconds: the same, with what came between the steps: the optimizer, loading data.
         saved_bytes: storages saved for backward that were considered, each counted once: those
-            that ``kept_bytes`` counts before a decision (``small``, ``parameter``, ``view``,
-            ``policy``, ``fork``, ``backward``) are not among them.
+            that ``kept_bytes`` counts before a decision (``small``, ``bundle``, ``parameter``,
+            ``view``, ``policy``, ``fork``, ``backward``) are not among them.
         offloaded_bytes: storages that left memory, each counted once. What ``saved_bytes`` has
             beyond that, and beyond what was kept for ``budget`` or ``error``, was the newest
             (``keep_last_bytes``), or died before its turn.
@@ -92,8 +92,9 @@ class StepReport:
         kept_bytes: bytes that stayed in memory, by reason. ``small``: below the threshold.
             ``parameter``: a parameter, a view or an autocast copy of one. ``view``: a small part of
             a larger storage that needs no gradient. ``kind``: a kind of tensor that has no plain
-            bytes. ``policy``, ``budget``, ``error``: so it was decided, there was no room, the disk
-            failed. ``backward``: saved by backward itself. ``fork``: saved in a forked child.
+            bytes. ``bundle``: in a bundle of small storages that did not get full. ``policy``,
+            ``budget``, ``error``: so it was decided, there was no room, the disk failed.
+            ``backward``: saved by backward itself. ``fork``: saved in a forked child.
         hits: backward asked for bytes that were there: in memory, or on the accelerator.
         lates: backward asked for bytes that were on their way.
         misses: backward asked for bytes whose way back had not begun.

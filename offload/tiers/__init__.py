@@ -65,6 +65,7 @@ class Tiers:
         self.inbound = Inbound(self.common, self.disk, self.outbound)
         # As they are: a frame of our own around each would be one more per saved tensor.
         self.prefetch, self.take = self.inbound.prefetch, self.inbound.take
+        self.at_hand = self.inbound.at_hand
         weakref.finalize(self, _let_go, self._generation, self.common.lane, host).atexit = False
 
     @property

@@ -58,6 +58,11 @@ class Gate:
         """Device memory in use."""
         return self._used()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is neither limit nor plan: with either, each storage counts by itself."""
+        return self.limit_bytes is None and not self.planned
+
     def has_room(self, nbytes: int) -> bool:
         """Whether so many more bytes stay within the limit."""
         return self.limit_bytes is None or self._used() + nbytes <= self.limit_bytes

@@ -106,6 +106,15 @@ class Inbound:
         self._guesses.clear()
         self._fetching.clear()
 
+    def at_hand(self, block: Block) -> torch.UntypedStorage | None:
+        """Its device storage if it was what backward asked for last, and is still there: of a
+        bundle that is true of all members but the first.
+        """
+        if block.id != self._asked or not block.holds_device:
+            return None
+        self._common.counters.hits += 1
+        return block.resident()
+
     def demand(self, block: Block) -> torch.UntypedStorage | None:
         """Backward wants ``block`` now: note how near it is, and start bringing it if need be.
 

@@ -214,7 +214,7 @@ def record_step(step: Callable[[], object], config: Config, stopwatch: Stopwatch
         stopwatch: tells when.
     """
     recorder = _Recorder(stopwatch)
-    everything = attrs.evolve(config, min_offload_bytes=1)
+    everything = attrs.evolve(config, min_offload_bytes=1, bundle_bytes=0)
     with Session(everything, policy=recorder.policy) as session:
         stopwatch.begin()
         with session.step(), recorder.hooks():
@@ -259,7 +259,7 @@ def with_releases(record: StepRecord, step: Callable[[], object], config: Config
 
         return saved_tensors_hooks(pack, below_unpack)
 
-    at_once = attrs.evolve(config, min_offload_bytes=1, keep_last_bytes=0)
+    at_once = attrs.evolve(config, min_offload_bytes=1, bundle_bytes=0, keep_last_bytes=0)
     with Session(at_once) as session, session.step(), hooks():
         result = step()
         del result

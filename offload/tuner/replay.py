@@ -8,9 +8,9 @@ computation, and of the link or the disk. Values in, values out; nothing runs.
     replay_link.py  an accelerator: copies on two streams within the windows, the host runs ahead
     replay_disk.py  the CPU: copies into slots by the thread that computes, one disk, reads first
 
-What is left out: the disk behind an accelerator (host memory is taken to suffice), pieces of host
-memory, small allocations, and other processes. What they cost, ``search.Calibration`` learns from
-measured steps.
+What is left out: the disk behind an accelerator (host memory is taken to suffice), bundles of
+small storages, pieces of host memory, small allocations, and other processes. What they cost,
+``search.Calibration`` learns from measured steps.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Setting:
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     def options(self) -> dict[str, Any]:
-        """By name, as ``Session`` takes them."""
-        return asdict(self)
+        """By name, as ``Session`` takes them; each storage moves by itself, as in a replay."""
+        return {**asdict(self), "bundle_bytes": 0}
 
 
 def grid(record: StepRecord, config: Config, profile: MachineProfile) -> list[Setting]:

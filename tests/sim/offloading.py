@@ -1,4 +1,4 @@
-"""The runtime on the simulated accelerator: three ways to set up its tiers, and what tests need."""
+"""The runtime on the simulated accelerator: four ways to set up its tiers, and what tests need."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,12 +15,20 @@ from offload.lanes.pinning import PINNERS
 from tests.conftest import wait_until
 from tests.doubles import WrappedEngine
 
-# All in host memory, all on the disk, and a host memory that holds only a part.
+# All in host memory, all on the disk, a host memory that holds only a part, and small storages in
+# bundles there.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "host": {},
     "disk": {"policy": lambda tensor: offload.Placement.DISK},
     "host+disk": {"host_budget": 64 << 10},
+    "bundles+disk": {
+        "bundle_bytes": 512 << 10,
+        "window_bytes": 1 << 20,
+        "prefetch_bytes": 1 << 20,
+        "host_budget": 1 << 20,
+    },
 }
+SINGLY = [name for name in CONFIGURATIONS if "bundles" not in name]  # each storage by itself
 SMALL_WINDOWS = {"window_bytes": 32 << 10, "prefetch_bytes": 32 << 10}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import simdev
 import torch
-from offloading import CONFIGURATIONS, SMALL_WINDOWS, open_engine
+from offloading import CONFIGURATIONS, SINGLY, SMALL_WINDOWS, open_engine
 from torch.utils._device import DeviceContext, _device_constructors
 
 import offload
@@ -97,7 +97,8 @@ def engine() -> str:
     return "native"
 
 
-@pytest.fixture(params=CONFIGURATIONS)
+# The cases count what leaves: each by itself.
+@pytest.fixture(params=SINGLY)
 def open_session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """As for the CPU, in each configuration."""
     opened: list[offload.Session] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import simdev
 import torch
-from offloading import CONFIGURATIONS, session_on_sim, train
+from offloading import CONFIGURATIONS, SINGLY, session_on_sim, train
 from torch import Tensor, nn
 
 from offload.errors import OffloadWarning
@@ -44,7 +44,7 @@ def expected() -> list[Tensor]:
     return train(model(), "cpu", contextlib.nullcontext, STEPS)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", SINGLY)
 @pytest.mark.parametrize("action", [a.value for a in Action if a is not Action.KEEP])
 def test_rules(scheduler, name, action, expected, tmp_path: Path) -> None:
     """Each action, in every scheduler, with all three ways to set up the tiers."""

@@ -14,7 +14,7 @@ from offload import Config
 from offload.units import format_bytes, format_seconds, parse_bytes
 
 MiB = 1 << 20
-OPTIONAL_SIZES = ["disk_budget", "host_budget"]
+OPTIONAL_SIZES = ["bundle_bytes", "disk_budget", "host_budget"]
 SIZES = [
     f.name
     for f in attrs.fields(Config)

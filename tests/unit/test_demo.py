@@ -14,7 +14,10 @@ from offload.errors import OffloadError
 from offload.measure import Spread, session_options, worker_messages
 
 TINY = ["demo", "--workload", "gpt-tiny", "--steps", "4", "--threads", "1", "--engine", "aio"]
-MOVE_ALL = ["--option", "min_offload_bytes=1KiB", "--option", "keep_last_bytes=0"]
+MOVE_ALL = [
+    *("--option", "min_offload_bytes=1KiB", "--option", "bundle_bytes=64KiB"),
+    *("--option", "keep_last_bytes=0"),
+]
 
 
 def run(*arguments: str) -> Result:

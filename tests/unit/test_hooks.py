@@ -46,7 +46,7 @@ def program(context: Any) -> list[torch.Tensor]:
 
 
 def test_what_stays_goes_to_the_pair_before_ours(open_session, engine: str) -> None:
-    session = open_session(engine=engine, min_offload_bytes=100)
+    session = open_session(engine=engine, min_offload_bytes=100, bundle_bytes=0)
     small, large = torch.ones(4, requires_grad=True), torch.ones(50, requires_grad=True)
     outer = Counting()
     with outer:

@@ -13,13 +13,13 @@ PACKAGE = Path(offload.__file__).parent
 LAYERS = [
     {"errors", "figures", "files", "interrupts", "optionfile", "tables", "units"}
     | {"trace", "layout", "live", "weak", "freelist", "forks", "pool", "_native"},
-    {"config", "machine", "budget", "scopes"},
+    {"config", "kinds", "machine", "budget", "scopes"},
     {"engines"},
     {"store", "lanes"},
     {"probe"},
     {"block", "placement"},
     {"dtensor", "registry"},
-    {"hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
+    {"bundles", "hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"agreement", "distributed"},
     {"planner"},
     {"step"},

@@ -303,6 +303,7 @@ def test_steps_with_nothing_to_see_say_what_to_do(tmp_path: Path) -> None:
     check(without_gradients, "saves nothing for backward.*no_grad")
     check(lambda: model(x), "ran no backward")
     check(backward, r"largest storage saved has 64 KiB, less than min_offload_bytes \(1 MiB\)")
+    check(backward, r"fill a bundle \(4 MiB\); lower bundle_bytes", min_offload_bytes=1)
     check(backward, "stay, as the newest.*lower keep_last_bytes", min_offload_bytes=0)
     with pytest.raises(offload.OffloadError, match="no room for it"):
         offload.profile(backward, model=model, steps=1, warmup=0, disk_budget=0, **MOVE_ALL)
@@ -330,7 +331,14 @@ def test_what_a_step_raises_comes_through() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 TINY = ["profile", "gpt-tiny", "--steps", "2", "--warmup", "0"]
-MOVES = ["--option", "min_offload_bytes=1KiB", "--option", "keep_last_bytes=0"]
+MOVES = [
+    "--option",
+    "min_offload_bytes=1KiB",
+    "--option",
+    "bundle_bytes=16KiB",
+    "--option",
+    "keep_last_bytes=0",
+]
 
 
 def run(*arguments: str) -> Result:
