@@ -38,6 +38,7 @@ class OptionsOf:
         saved: the same of all that it saves.
         lasting: which of them an earlier segment saves as well.
         boundary: the same of its inputs.
+        later_bytes: of all that it saves, what counts for others.
         seconds: by action, the median over all segments of its kind.
         links: rates between the tiers.
         slow: the tier next to the device, ``"host"`` or ``"disk"``.
@@ -49,6 +50,7 @@ class OptionsOf:
     saved: dict[int, int]
     lasting: set[int]
     boundary: dict[int, int]
+    later_bytes: int
     seconds: Seconds
     links: Links
     slow: str
@@ -151,9 +153,11 @@ class OptionsOf:
         # a forward that still uses all that it saved.
         present, beside = resident + away + largest, 2 * largest
         passing = self.segment.passing_bytes if leaving and not again else None
-        if passing is not None:  # it was seen what it still uses
-            present = min(present, resident + max(passing, beside + last))
-            beside = beside if is_part else max(beside, passing - last)
+        if passing is not None:  # it was seen what is there at one time, with all that is small
+            small = sum(n for n in self.own.values() if n < self.least_bytes)
+            passing = max(last, passing - self.later_bytes - small)
+            present = min(present, resident + passing)
+            beside = present - resident - last
         most = away if again else self.segment.most_at_once(leaving, self.lasting)
         return last, present, beside, most
 

@@ -25,7 +25,7 @@ class SegmentProfile:
         seconds: by action, the least seconds of forward, backward and recomputation.
         before_seconds: between the segment before and this one.
         passing_bytes: most of it that is there at one time while its forward runs and all that it
-            saves leaves; ``None``: not measured.
+            saves leaves, its inputs among that; ``None``: not measured.
         lingering: bytes of each storage that others save and somebody else holds while its forward
             runs, such as the caller who collects results.
         lingering_back: the same while its backward runs.
@@ -76,7 +76,8 @@ class SegmentProfile:
         elif kind == "selective" and visit.held:
             self.selective = visit.held
         elif visit.passing_bytes:
-            self.passing_bytes = max(self.passing_bytes or 0, visit.passing_bytes)
+            found = [n for k, n in visit.lingering.items() if k in visit.held]  # there before
+            self.passing_bytes = max(self.passing_bytes or 0, visit.passing_bytes + sum(found))
 
     def most_at_once(self, storages: dict[int, int], lasting: Container[int] = frozenset()) -> int:
         """The most of ``storages`` that backward needs at one time, where each comes when the last
