@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from offload.agreement import agreement_on
 from offload.config import Config
 from offload.errors import PlanError, SegmentError
 from offload.planner.applied import Planned, budgets_of
-from offload.planner.auto import MARGIN, Auto, Study
+from offload.planner.auto import Auto, Study
 from offload.planner.model import Chain
 from offload.planner.needs import uniform_choice
 from offload.planner.plan import Plan, make_plan
@@ -78,8 +77,7 @@ class Measurement:
     @property
     def floor_bytes(self) -> int:
         """The least device budget with which a plan exists."""
-        chain = self.chain(NO_LIMIT)
-        return math.ceil((chain.floor()[0] + self.study.profile.base_bytes) / (1 - MARGIN)) + 1
+        return self.study.profile.floor_bytes(self.budgets)
 
     @property
     def plain_bytes(self) -> int:

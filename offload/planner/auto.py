@@ -24,7 +24,7 @@ from offload.planner.model import Chain, Links
 from offload.planner.needs import fits_under, needs_under, uniform_choice
 from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
-from offload.planner.profile import Budgets, ModelProfile
+from offload.planner.profile import MARGIN, Budgets, ModelProfile
 from offload.planner.rates import measured_links
 from offload.planner.record import Assignment, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
@@ -32,14 +32,13 @@ from offload.report import Counters
 from offload.trace import merged, total_ns
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["MARGIN", "Auto", "Fixed", "Study"]
+__all__ = ["Auto", "Fixed", "Study"]
 
 _ESTIMATING = 2  # plans that are made to measure what could only be estimated
 _YOUNG = 8  # passes under plans whose peak is looked at
 _PATIENCE = 3  # passes in a row that wait, before a plan is made again
 _REPLANS = 5  # for one shape
 _WAITING = 0.05  # of a pass, beyond the predicted stalls
-MARGIN = 0.01  # of the budget, for what is not counted exactly: whole pages, small storages
 _SLOWER = 1.05  # than everything recomputed: then that
 _SELDOM = 16  # steps from one decision of several ranks to the next, once a plan has proved itself
 
@@ -378,9 +377,7 @@ class Auto:
 
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""
-        chain = study.profile.chain(budgets)
-        margin_bytes = MARGIN * budgets.device_bytes + study.margin_bytes
-        return replace(chain, device_bytes=chain.device_bytes - margin_bytes)
+        return study.profile.chain_with_margin(budgets, study.margin_bytes)
 
 
 def _measured(done: Pass, counters: Counters) -> Measured:

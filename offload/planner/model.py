@@ -224,14 +224,27 @@ class Chain:
                 high = middle
             else:
                 low, name = middle, self.segments[len(choice)].name
-        return high, name
+        return self._needed(self.leanest(high)), name
+
+    def _needed(self, choice: Sequence[int]) -> float:
+        """The least device memory in which such a choice fits, as ``leanest`` counts."""
+        options = self.options(choice)
+        resident = (self.in_flight - 1) * self._least_resident
+        most = 0.0
+        for i, (s, o) in enumerate(zip(self.segments, options, strict=True)):
+            most = max(most, resident + s.need_bytes(o, options[:i]))
+            resident += o.resident_bytes
+        return most
+
+    @property
+    def _least_resident(self) -> float:
+        return sum(min(o.resident_bytes for o in s.options) for s in self.segments)
 
     def leanest(self, device_bytes: float) -> list[int]:
         """The options that leave the least behind of those that fit, up to the first segment that
         none fits for. To leave less is never worse for those that follow.
         """
-        least = sum(min(o.resident_bytes for o in s.options) for s in self.segments)
-        resident = (self.in_flight - 1) * least
+        resident = (self.in_flight - 1) * self._least_resident
         choice: list[int] = []
         chosen: list[Option] = []
         for s in self.segments:

@@ -73,7 +73,7 @@ class Observer:
             # There from the beginning. An accelerator's allocator has counted it by then; counting
             # it from here on as well is room for what is not foreseen.
             if self.is_cpu:
-                saved = current.held
+                saved = (visit.before if visit is not None else current.after).held
         elif visit is not None:
             saved = visit.held
             if visit.action == "disk" and self.is_cpu:

@@ -180,6 +180,8 @@ class Owners:
         backward = self._back(crossing) | {
             k: n for k, n in lingering_back.items() if k in self._kept or self._place(k) > place
         }
+        for gap in self._gaps[place // 2 + 1 :]:  # saved later, and the caller's all the while
+            backward |= {k: n for k, n in gap.held.items() if self._places[k] > place}
         for k in saved:  # that is its own, or comes later
             forward.pop(k, None)
             backward.pop(k, None)

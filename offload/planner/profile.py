@@ -20,8 +20,9 @@ from offload.planner.owners import Owners
 from offload.planner.record import Gap, Pass
 from offload.planner.segment_profile import SegmentProfile
 
-__all__ = ["Budgets", "ModelProfile"]
+__all__ = ["MARGIN", "Budgets", "ModelProfile"]
 
+MARGIN = 0.01  # of the budget, for what is not counted exactly
 _DIVIDED_BELOW = 40  # segments: more options would make the search of longer chains slow
 
 
@@ -70,6 +71,14 @@ class ModelProfile:
         """The segments' keys, in order."""
         return [s.key for s in self.segments]
 
+    @property
+    def late_bytes(self) -> int:
+        """Of the caller's inputs, what is saved in the middle of the forward: in memory all the
+        while, and counted from there on.
+        """
+        gaps = [*(s.before for s in self.segments), self.after]
+        return sum(n for gap in gaps[1:] for n in gap.held.values())
+
     def learn(self, done: Pass) -> bool:
         """Take note of a pass; False if it does not fit what was seen before."""
         if not done.complete:
@@ -79,7 +88,6 @@ class ModelProfile:
             return False
         self.in_flight = max(self.in_flight, done.in_flight)
         rows = done.times()
-        done.visits[0].before.held = done.held
         self._note_leftover(done)
         if done.start_bytes:
             # The least: what the step before still had on its way out is not of the model.
@@ -92,7 +100,7 @@ class ModelProfile:
             known.note_bytes(visit)
         self.segments = segments  # last, as an interrupt must not leave them without times
         self.turn_seconds = min(self.turn_seconds, done.turn_seconds())
-        if done.all_recomputed and done.after.saved:
+        if done.all_recomputed and (done.after.saved or done.after.held):
             self.after = done.after  # its numbers are those of the same pass's segments
         return True
 
@@ -150,6 +158,26 @@ class ModelProfile:
             prefetch_bytes=budgets.prefetch_bytes,
             in_flight=self.in_flight,
         )
+
+    def chain_with_margin(self, budgets: Budgets, missed_bytes: int) -> Chain:
+        """The same with a margin, and without ``missed_bytes``. Where we count the memory
+        ourselves, storage by storage, the margin is at most what the floor leaves.
+        """
+        chain = self.chain(budgets)
+        room_bytes = chain.device_bytes - missed_bytes
+        margin_bytes = MARGIN * budgets.device_bytes + self.late_bytes
+        if self._is_exact:
+            margin_bytes = min(margin_bytes, max(0.0, room_bytes - chain.floor()[0]))
+        return replace(chain, device_bytes=room_bytes - margin_bytes)
+
+    def floor_bytes(self, budgets: Budgets) -> int:
+        """The least device budget that a plan can be made for."""
+        floor_bytes = self.chain(budgets).floor()[0] + self.base_bytes
+        return math.ceil(floor_bytes / (1.0 if self._is_exact else 1 - MARGIN))
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.slow == "disk"
 
     def _rate(self, way: str) -> float:
         links = self.links

@@ -115,7 +115,8 @@ class Gap:
 
     Attributes:
         saved: what is saved there.
-        held: what the caller holds, who has passed it to the model: it stays.
+        held: what the caller holds, who has passed it to the model, by where it is saved first. It
+            counts from there on, and stays.
         lingering: what segments before save to compute it again, and somebody else still held when
             something was saved there; on the cpu.
     """
@@ -204,7 +205,6 @@ class Pass:
     start_bytes: int = 0  # of the allocator
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes
-    held: dict[int, int] = field(default_factory=dict)  # of what is saved, the caller's inputs
     # Of what the pass before has saved, what is in other hands when forward and backward begin.
     leftover: dict[int, int] = field(default_factory=dict)
     leftover_back: dict[int, int] = field(default_factory=dict)
@@ -214,8 +214,16 @@ class Pass:
     in_backward: bool = False
 
     @property
+    def held(self) -> dict[int, int]:
+        """Bytes of each storage that was saved so far, and is the caller's."""
+        found = dict(self.after.held)
+        for v in self.visits:
+            found |= v.before.held
+        return found
+
+    @property
     def saved(self) -> dict[int, int]:
-        """Bytes of each storage that was saved so far, also to compute it again."""
+        """Bytes of each other storage that was saved so far, also to compute it again."""
         found = dict(self.after.saved)
         for v in self.visits:
             found |= v.before.saved | v.saved | v.held

@@ -11,6 +11,7 @@ from offload.engines import Engine, Request, Slot, native_is_built
 from offload.engines.aio import AioEngine
 from offload.measure import activation_meter
 from offload.planner.model import Links
+from offload.planner.plan import Plan
 from offload.planning import Measurement, measure_model
 from offload.workloads import preset
 from tests.conftest import Opener
@@ -96,6 +97,39 @@ def test_predicted_and_measured(
     # The leanest plans count on what may be there: what a slow disk still has to write, above all.
     assert sorted(errors)[1] > -0.1
     assert sorted(map(abs, errors))[len(errors) // 2] < 0.03
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "long-tiny", "vision-tiny"])
+def test_what_offloading_everything_takes_can_be_planned_for(
+    name: str, tmp_path: Path, open_session: Opener
+) -> None:
+    workload = preset(name)
+    model = workload.build(seed=0)
+    (batch,) = workload.batches(1, seed=0)
+
+    def step() -> None:
+        model.zero_grad()
+        workload.step(model, batch).backward()
+
+    def peak(plan: Plan, **limit: int) -> int:
+        session = open_session(_engine=engine(tmp_path), **options, **limit)
+        with session.apply(model, plan):
+            for _ in range(2):
+                with session.step() as done:
+                    step()
+        session.close()
+        return done.report.peak_live_bytes
+
+    options: dict[str, Any] = {"device": "cpu", "min_offload_bytes": 0, "prefetch_bytes": 0}
+    found = timed(
+        measure_model(model, step, _engine=engine(tmp_path), disk_dir=tmp_path, **options), 0.5
+    )
+    everything = found.uniform("disk")
+    bare = [replace(row, action="keep") if row.is_gap else row for row in everything.rows]
+    for plan in (everything, replace(everything, rows=tuple(bare))):
+        needed = peak(plan)
+        assert found.floor_bytes <= needed
+        assert peak(found.plan(needed), device_budget=needed) <= needed
 
 
 class Stack(nn.Module):
