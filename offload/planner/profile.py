@@ -161,13 +161,14 @@ class ModelProfile:
 
     def chain_with_margin(self, budgets: Budgets, missed_bytes: int) -> Chain:
         """The same with a margin, and without ``missed_bytes``. Where we count the memory
-        ourselves, storage by storage, the margin is at most what the floor leaves.
+        ourselves, storage by storage, the floor needs no margin: there is none just above it.
         """
         chain = self.chain(budgets)
         room_bytes = chain.device_bytes - missed_bytes
         margin_bytes = MARGIN * budgets.device_bytes + self.late_bytes
         if self._is_exact:
-            margin_bytes = min(margin_bytes, max(0.0, room_bytes - chain.floor()[0]))
+            above_bytes = room_bytes - chain.floor()[0]
+            margin_bytes = min(margin_bytes, max(0.0, above_bytes - margin_bytes))
         return replace(chain, device_bytes=room_bytes - margin_bytes)
 
     def floor_bytes(self, budgets: Budgets) -> int:
