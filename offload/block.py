@@ -1,7 +1,7 @@
 """Block: the bytes of one storage, and where they are. Ticket: a saved tensor's claim on one.
 
     state        host slot     disk extent    leaves by
-    LIVE                                      offload -> OFFLOADING
+    LIVE                                      offload -> OFFLOADING; write_through -> DISK
     OFFLOADING   being filled                 settle_offload -> HOST, or LIVE if it was resized
     HOST         x             (x)            spill -> SPILLING; release_slot -> DISK
     SPILLING     x             being filled   settle_spill -> DISK, or HOST if the write failed
@@ -218,6 +218,13 @@ class Block:
         self._device = None
         self.state = State.HOST
         return True
+
+    def write_through(self, extent: Extent, checksum: int | None) -> None:
+        """LIVE -> DISK: its bytes were written to ``extent``, and the original is let go of."""
+        if self.state is not State.LIVE:
+            raise self._unexpected(State.LIVE)
+        self.extent, self.checksum, self._device = extent, checksum, None
+        self.state = State.DISK
 
     def host_slot(self, lane: Lane) -> Slot:
         """The slot, for host code that is about to read it. Waits for the copy out."""

@@ -24,10 +24,9 @@ from offload.layout import TensorLayout
 from offload.live import HookPair, is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
-from offload.registry import Registry
 from offload.report import Counters
 from offload.scopes import Scopes
-from offload.tiers import Tiers
+from offload.tiers import Kept, Tiers
 from offload.weak import VersionWitness, modified_in_place
 
 _graph_task_id = torch._C._current_graph_task_id
@@ -88,7 +87,7 @@ class Hooks:
         self.held: frozenset[int] = frozenset()  # storages that stay, as their owner keeps them
         # By storage and version, never by data pointer; see Block._origin for why the address is a
         # safe key.
-        self._blocks: Registry[Block] = Registry()
+        self._blocks = tiers.blocks
         self._bundles = Bundles(config, tiers, self._blocks, self._prefetcher, self.scopes)
         self._bundled_below = self._bundles.bundle_bytes // MEMBERS
 
@@ -191,7 +190,7 @@ class Hooks:
 
         def pack(tensor: torch.Tensor) -> object:
             taken = self._pack(tensor)
-            if taken is not None:
+            if taken is not None and not (outer and type(taken) is Kept):
                 return taken
             return Passed(outer, tensor) if outer else (tensor.detach(), tensor._version)
 
@@ -218,13 +217,17 @@ class Hooks:
         if not self._is_managed(tensor.device) or not has_plain_bytes(tensor, storage):
             return self._pack_part(tensor, nbytes)
         placement = self._placement(tensor, storage, nbytes)
-        if placement is Placement.KEEP:
+        in_backward = _graph_task_id() != -1
+        evicts = in_backward and self._tiers.may_evict
+        if placement is Placement.KEEP or evicts:
             self._tiers.saw(tensor.device)
+            self._tiers.gate.strict |= evicts  # no plan knows of a backward that saves
             self._tiers.count(storage)
-            return self._kept("policy", nbytes)
+            self._kept("backward" if evicts else "policy", nbytes)
+            return self._tiers.keep(tensor, storage)
         if self._tiers.in_child:
             return self._kept("fork", nbytes)
-        if _graph_task_id() != -1:
+        if in_backward:
             # Saved inside a backward, by a recomputed region or for a double backward: wanted
             # again at once. It is ours all the same: what checkpoint's own hooks see must not
             # differ from what its forward saw.
@@ -238,7 +241,7 @@ class Hooks:
         if part is None:
             return self._kept("kind", nbytes)
         packed = self._pack(part)
-        return Wrapper(tensor, packed) if packed is not None else None
+        return Wrapper(tensor, packed) if type(packed) is Ticket else None
 
     def _placement(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
@@ -349,6 +352,11 @@ class Hooks:
             return packed.unpack(packed.packed)
         if type(packed) is Wrapper:
             return packed.around(self.unpack(packed.packed))
+        if type(packed) is Kept:
+            alias = packed.alias
+            if alias is not None:
+                return self.unpack((alias, packed.version))
+            packed = packed.ticket
         ticket: Ticket = packed
         ticket.witness.check(ticket.layout)
         with self._tiers.lock:

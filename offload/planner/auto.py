@@ -21,7 +21,7 @@ from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
 from offload.planner.joint import News, together
 from offload.planner.model import Chain, Links
-from offload.planner.needs import fits_under, needs_under, uniform_choice
+from offload.planner.needs import fits_under, needs_under, spare_under, uniform_choice
 from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import MARGIN, Budgets, ModelProfile
@@ -100,6 +100,7 @@ def assignment_of(plan: Plan) -> Assignment:
         default="recompute+disk" if plan.device == "cpu" else "recompute+host",
         needs=plan.needs,
         limit_bytes=int(plan.budgets.device_bytes),
+        spare_bytes=int(plan.budgets.device_bytes) - plan.peak_bytes + plan.before_bytes,
     )
 
 
@@ -192,6 +193,7 @@ class Auto:
             gap_default="disk" if self._slow == "disk" else "keep",
             needs=needs_under(study.profile, self.budgets, action) if known else (),
             limit_bytes=int(self.budgets.device_bytes),
+            spare_bytes=spare_under(study.profile, self.budgets, action) if known else None,
             record=record,
             select=study.phase == 0,  # the pass after it takes the times
         )
@@ -316,9 +318,9 @@ class Auto:
         if found.step == study.judged:
             return  # its peak may be that of an earlier pass of this step, under something else
         over_bytes = found.peak_bytes - int(plan.budgets.device_bytes)
+        room_bytes = int((1 - MARGIN) * plan.budgets.device_bytes - plan.floor_bytes)
         if over_bytes > 0:  # so that this plan does not fit again
-            room_bytes = (1 - MARGIN) * plan.budgets.device_bytes - plan.floor_bytes
-            missed_bytes = min(found.peak_bytes - plan.peak_bytes, int(room_bytes))
+            missed_bytes = min(found.peak_bytes - plan.peak_bytes, room_bytes)
             study.margin_bytes = max(study.margin_bytes + over_bytes, missed_bytes)
         study.judged = found.step
         if study.plans <= _ESTIMATING:
@@ -332,12 +334,15 @@ class Auto:
         if self._fall_back(study, signature):
             return
         predicted = sum(row.stall_seconds for row in plan.rows)
-        late = found.stall_seconds - predicted > _WAITING * plan.seconds
+        late = found.evicted_bytes > 0
+        late |= found.stall_seconds - predicted > _WAITING * plan.seconds
         study.waited = study.waited + 1 if late else 0
         if over_bytes <= 0 and study.waited < _PATIENCE:
             return
         if study.waited >= _PATIENCE:
             study.profile.links = rates()
+            more_bytes = study.margin_bytes + found.evicted_bytes  # something needs its place
+            study.margin_bytes = max(study.margin_bytes, min(more_bytes, room_bytes))
         self._replan(study, signature, over_bytes)
 
     def _replan(self, study: Study, signature: str, over_bytes: int) -> None:
@@ -388,5 +393,6 @@ def _measured(done: Pass, counters: Counters) -> Measured:
         stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
         misses=counters.misses + counters.lates,
         moved_bytes=counters.offloaded_bytes,
+        evicted_bytes=counters.evicted_bytes,
         transfer_seconds=total_ns(counters.transfers) / 1e9,
     )

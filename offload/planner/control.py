@@ -23,6 +23,7 @@ from offload.hooks import Hooks
 from offload.live import storage_of
 from offload.placement import Placement
 from offload.planner.observer import Observer, missing_gradients
+from offload.planner.overruns import Overruns
 from offload.planner.record import (
     Assignment,
     Clock,
@@ -109,6 +110,7 @@ class Controller:
         self._scheme = scheme
         self._observer = Observer(hooks, tiers)
         self._is_cpu = self._observer.is_cpu
+        self._overruns = Overruns(tiers, self._observer) if self._is_cpu else None
         device = tiers.common.config.device
         self._clock: Clock = HostClock() if self._is_cpu else DeviceClock(device)
         self._thread = 0
@@ -136,6 +138,7 @@ class Controller:
         self.hooks.held = frozenset()
         gate = self._tiers.gate
         gate.limit_bytes, gate.needs, gate.planned = self._limit_bytes, (), False
+        gate.strict = False
 
     # -- steps and passes -------------------------------------------------------------------------
 
@@ -172,9 +175,10 @@ class Controller:
         self._pass.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
-        if self._is_cpu:  # those of an earlier pass, which may have saved them: this one may not
-            for storage in filter(None, storages):
-                self._tiers.live.forget(storage)
+        if self._overruns is not None:
+            for storage in filter(None, storages):  # an earlier pass may have saved them
+                self._overruns.forget(storage)
+            current.crowded = self._overruns.is_crowded(assigned.spare_bytes)
         if assigned.record and self._recorded is not None and not self._in_flight():
             current.leftover = self._observer.lingering(self._recorded)
         if assigned.record and not self._is_cpu and not self._in_flight():
@@ -199,6 +203,9 @@ class Controller:
         gate, assigned = self._tiers.gate, current.assignment
         with self._tiers.lock:
             gate.begin(assigned.needs, current.first)
+            if self._overruns is not None:
+                waiting = [p for p in (r() for r in self._waiting) if p is not None]
+                gate.strict = self._overruns.is_strict(current, waiting)
             if assigned.limit_bytes is not None:
                 gate.limit_bytes = assigned.limit_bytes
 
@@ -210,7 +217,7 @@ class Controller:
     def _put_aside(self, stamp: Any) -> None:
         """Another forward, or its backward, takes the place of the present one."""
         current = self._pass
-        if current is not None and current.visits and current.visits[0].began is None:
+        if current is not None and current.visits and not current.in_backward:
             self._waiting.append(weakref.ref(current))
             current.pauses.append((stamp, stamp))
             self._pass = None
@@ -234,10 +241,12 @@ class Controller:
         self.hooks.held = frozenset()  # addresses that mean nothing any more
         if done is None:
             return
-        if done.visits and done.visits[0].began is not None:
+        if done.in_backward:
             done.ended = ended
             if done.assignment.record:
                 self._observer.end_backward(done.visits[0])
+        if self._overruns is not None:
+            self._overruns.judge(done, self._counters)
         if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
         self._recorded = done if done.assignment.record else None
@@ -324,8 +333,14 @@ class Controller:
     def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""
         stamp = self._clock.stamp()
+        if visit.backward == _graph_task_id():
+            return  # of another result
         if visit.began is not None or not (current is self._pass or self._resume(current, stamp)):
+            self._make_room_back(current, visit, planned=False)
             return
+        visit.backward = _graph_task_id()
+        # Where backward has not come to what follows, the plan does not know what is there.
+        in_order = all(v.began is not None for v in current.visits[visit.number + 1 :])
         if not current.in_backward:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
             if current.leftover:
@@ -333,18 +348,22 @@ class Controller:
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
             self._observer.end_backward(current.visits[visit.number + 1])
-        entry, needs = 2 * visit.number + 1, current.assignment.needs
-        with self._tiers.lock:
-            self._tiers.gate.at = entry if entry < len(needs) else -1
-            if entry < len(needs):
-                there = self._tiers.leaving_bytes(current.first + entry)
-                self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
+        self._make_room_back(current, visit, planned=in_order)
         self.hooks.foresee()
         if current.assignment.record:
             visit.lingering_back = self._observer.lingering(current)
             # What came early is not of this segment.
             self._observer.begin_peak(visit)
             visit.gradient_bytes = missing_gradients(rule.module())
+
+    def _make_room_back(self, current: Pass, visit: Visit, *, planned: bool) -> None:
+        entry, needs, gate = 2 * visit.number + 1, current.assignment.needs, self._tiers.gate
+        with self._tiers.lock:
+            gate.strict |= self._is_cpu and not planned
+            gate.at = entry if entry < len(needs) else -1
+            if entry < len(needs):
+                there = self._tiers.leaving_bytes(current.first + entry)
+                self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
 
     # -- regions ----------------------------------------------------------------------------------
 
@@ -381,6 +400,8 @@ class Controller:
         """The session is about to take, or leave, what is saved."""
         if self._is_cpu and storage.nbytes() < self._tiers.common.config.min_offload_bytes:
             self._tiers.live.track(storage)
+        if self._overruns is not None:
+            self._overruns.saw(tensor, storage)
         current = self._pass
         if current is not None and current.assignment.record and _graph_task_id() == -1:
             self._observer.note_held(current, storage)

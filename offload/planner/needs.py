@@ -46,6 +46,13 @@ def needs_under(profile: ModelProfile, budgets: Budgets, action: str) -> tuple[N
     )
 
 
+def spare_under(profile: ModelProfile, budgets: Budgets, action: str) -> int:
+    """What may be there of others when such a pass begins, so that it keeps to the budget."""
+    walk = _uniform(profile, budgets, action)
+    room = min(*walk.forward_rooms, *walk.backward_rooms)
+    return int(room + walk.resident[0] + profile.leftover_bytes)
+
+
 def need_of(walk: Walk, i: int, room: float) -> Need:
     """Of entry ``i``, where so much may be there early of what comes before it."""
     segment, option = walk.chain.segments[i], walk.options[i]

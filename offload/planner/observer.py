@@ -126,6 +126,13 @@ class Observer:
     def _staying_bytes(self) -> int:
         return self._tiers.gate.used_bytes - self._tiers.outbound.leaving_bytes
 
+    def staying_bytes(self) -> int:
+        """In use, without what is on its way out, or has come early; on the cpu."""
+        tiers = self._tiers
+        with tiers.lock:
+            tiers.poll()
+            return self._staying_bytes() - sum(nbytes for _, nbytes in tiers.inbound.early())
+
     def end_forward(self, visit: Visit) -> None:
         """Note the peak of the allocator."""
         if not self.is_cpu:

@@ -83,6 +83,7 @@ class Plan:
         notes: what should be known of it.
         in_flight: forwards that may wait for their backward at one time, as in a pipeline; the
             bytes are those of all of them, the seconds of one.
+        before_bytes: of ``peak_bytes``, what may be there of others when a forward begins.
 
     Example:
         >>> import offload, torch
@@ -118,6 +119,7 @@ class Plan:
     solver: str
     notes: tuple[str, ...] = ()
     in_flight: int = 1
+    before_bytes: int = 0
 
     @property
     def actions(self) -> dict[str, str]:
@@ -192,6 +194,7 @@ class Plan:
             made = json.loads(text)
             if made["format"] != JSON_FORMAT:
                 raise PlanError(f"a plan of format {made['format']}; this reads {JSON_FORMAT}")
+            made.setdefault("before_bytes", 0)  # a plan of an earlier version
             values = {f.name: made[f.name] for f in fields(cls)}
             limits = {k: math.inf if v is None else v for k, v in values["budgets"].items()}
             values["budgets"] = Budgets(**limits)
@@ -302,6 +305,7 @@ def make_plan(
         links=profile.links,
         solver=solution.solver,
         in_flight=chain.in_flight,
+        before_bytes=int(profile.leftover_bytes + walk.resident[0]),
     )
     return _with_notes(made)
 

@@ -91,6 +91,7 @@ class Assignment:
         default: the action of a segment with another key.
         needs: of everything between and in the segments: entry ``2 i + 1`` is visit ``i``.
         limit_bytes: the budget of device memory; ``None``: the session's.
+        spare_bytes: what may be there when the forward begins; ``None``: it is not known.
         record: whether to write down bytes as well as times.
         select: also what of a region that is recomputed a selective one would hold; takes time.
         watch_peak: whether to measure the most memory that an accelerator's allocator gives out;
@@ -104,6 +105,7 @@ class Assignment:
     default: str = "keep"
     needs: Sequence[Need] = ()
     limit_bytes: int | None = None
+    spare_bytes: int | None = None
     record: bool = False
     select: bool = False
     watch_peak: bool = False
@@ -135,6 +137,7 @@ class Visit:
         number: among the visits of the pass.
         action: what was done with its activations.
         entered, left, began: stamps of its forward, and of the beginning of its backward.
+        backward: the number of that backward, as autograd counts them.
         recomputed: stamps around each recomputation.
         saved: bytes of each storage that its forward saves, by number.
         held: bytes of each storage that is handed over to be held: what the action leaves of them.
@@ -157,6 +160,7 @@ class Visit:
     entered: Any = None
     left: Any = None
     began: Any = None
+    backward: int = -1
     recomputed: list[tuple[Any, Any]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
@@ -188,6 +192,7 @@ class Pass:
         started, ended: stamps.
         first: what blocks of its visits are numbered from, as entries of a plan.
         assignment: what it goes by.
+        crowded: whether more was alive when it began than the assignment knows of.
         in_flight: forwards, with this one, whose graphs were waiting when its backward began.
         pauses: stamps around what other forwards and their backwards took meanwhile.
     """
@@ -197,6 +202,7 @@ class Pass:
     started: Any
     first: int = 0
     assignment: Assignment = field(default_factory=Assignment)
+    crowded: bool = False
     in_flight: int = 1
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     input_bytes: int = 0
@@ -287,6 +293,7 @@ class Measured:
     misses: int
     moved_bytes: int
     transfer_seconds: float
+    evicted_bytes: int = 0  # of those, what the plan meant to keep
 
 
 def signature_of(values: Iterable[object]) -> str:

@@ -51,6 +51,7 @@ class Counters:
     read_bytes: int = 0
     reloaded_bytes: int = 0
     deduplicated_bytes: int = 0
+    evicted_bytes: int = 0  # of what left, what a plan meant to keep
     kept_bytes: "Counter[str]" = field(default_factory=Counter)
     hits: int = 0
     lates: int = 0

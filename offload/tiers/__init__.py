@@ -4,6 +4,7 @@
     inbound.py    disk -> host -> device: on demand, or ahead within the prefetch window
     host.py       the memory in between
     gate.py       the budget of device memory
+    kept.py       what a plan keeps, and what of it leaves after all
     disk.py       reads and writes in flight
     allocator.py  the peak of the device's memory
     common.py     what they share
@@ -25,6 +26,7 @@ from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
 from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
 from offload.live import LiveBytes
+from offload.registry import Registry
 from offload.report import Counters
 from offload.tiers.allocator import AllocatorPeak
 from offload.tiers.common import Common
@@ -32,10 +34,11 @@ from offload.tiers.disk import DiskTier
 from offload.tiers.gate import Gate
 from offload.tiers.host import HostTier
 from offload.tiers.inbound import Inbound
+from offload.tiers.kept import Keeping, Kept
 from offload.tiers.outbound import Outbound
 from offload.trace import Trace
 
-__all__ = ["Tiers"]
+__all__ = ["Kept", "Tiers"]
 
 
 class Tiers:
@@ -61,7 +64,10 @@ class Tiers:
         self.common = Common(config, engine, opened, host)
         self._allocator = AllocatorPeak(config.device)
         self.disk = DiskTier(self.common)
-        self.outbound = Outbound(self.common, self.disk)
+        self.blocks: Registry[Block] = Registry()  # that some graph still holds
+        self.outbound = Outbound(
+            self.common, self.disk, Keeping(self.common, self.disk, self.blocks)
+        )
         self.inbound = Inbound(self.common, self.disk, self.outbound)
         # As they are: a frame of our own around each would be one more per saved tensor.
         self.prefetch, self.take = self.inbound.prefetch, self.inbound.take
@@ -180,8 +186,23 @@ class Tiers:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
         more.
         """
-        if not self.in_child:
-            self.outbound.make_room(nbytes)
+        if self.in_child:
+            return
+        if self.gate.strict and not self.gate.has_room(nbytes):
+            self.inbound.drop_guesses()  # by a plan that is wrong
+        self.outbound.make_room(nbytes)
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether what stays may have to leave: a plan is in force, and may be wrong."""
+        return self.gate.planned and self.common.lane.host_is_device and not self.in_child
+
+    def keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        """A saved tensor that stays as long as there is room; ``None``: in any case."""
+        if not self.may_evict:
+            return None
+        with self.lock:
+            return self.outbound.keeping.add(tensor, storage)
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """``storage`` is saved and stays."""

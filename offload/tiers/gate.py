@@ -44,6 +44,9 @@ class Gate:
     def __init__(self, used: Callable[[], int]) -> None:
         self.limit_bytes: int | None = None
         self.planned = False  # whether something else decides what stays
+        # Whether something is alive, or runs, that the plan does not know of. What it says is
+        # needed then leaves no room to hope: what was to stay makes room for it.
+        self.strict = False
         self.needs: Sequence[Need] = ()
         self.first = 0  # what the blocks of the forward that ``needs`` is true of are numbered from
         self.at = -1  # the segment whose backward runs; -1: none has begun
@@ -62,6 +65,11 @@ class Gate:
     def is_open(self) -> bool:
         """Whether there is neither limit nor plan: with either, each storage counts by itself."""
         return self.limit_bytes is None and not self.planned
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left of the limit."""
+        return self.limit_bytes - self._used() if self.limit_bytes is not None else 1 << 62
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many more bytes stay within the limit."""
@@ -117,8 +125,8 @@ class Gate:
             return True
         if not self.has_room(nbytes):
             return False
-        if not self.needs and self.planned:
-            return False  # nothing is known yet: what is wanted comes when it is wanted
+        if self.planned and (self.strict or not self.needs):
+            return False  # nothing is known: what is wanted comes when it is wanted
         if not self.needs or segment < 0:
             return True
         if self.at < 0:

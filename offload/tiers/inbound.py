@@ -139,6 +139,8 @@ class Inbound:
             block.request.promote()
         elif block.state is State.DISK:
             counters.misses += 1
+            if self._common.gate.planned and self._common.lane.host_is_device:  # sure to come
+                self._outbound.make_room(block.padded_bytes, surely=True)
             self._disk.read(block, self._outbound.slot_now(block.nbytes), None)
         elif self._common.lane.host_is_device:
             counters.hits += 1

@@ -17,11 +17,12 @@ import torch
 
 from offload.block import Block, State
 from offload.budget import Budget, Reservation
-from offload.engines import Slot
+from offload.engines import PAGE_BYTES, Slot
 from offload.placement import Placement
 from offload.store import Extent
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
+from offload.tiers.kept import Keeping
 from offload.trace import NOTHING, in_range, now_ns
 
 
@@ -50,7 +51,8 @@ class _Copied(NamedTuple):
 class Outbound:
     """The way out."""
 
-    def __init__(self, common: Common, disk: DiskTier) -> None:
+    def __init__(self, common: Common, disk: DiskTier, keeping: Keeping) -> None:
+        self.keeping = keeping
         self.window = Budget(common.config.window_bytes)
         self._common = common
         self._disk = disk
@@ -82,11 +84,13 @@ class Outbound:
         largest_bytes = self._common.gate.note(nbytes)
         self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int, *, surely: bool = False) -> None:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any
-        more.
+        more. ``surely``: so many are needed now, so that what was to stay leaves as well.
         """
         gate = self._common.gate
+        if gate.strict:
+            nbytes += PAGE_BYTES  # through which what was to stay can be written
         while not gate.has_room(nbytes):
             if self._copies:  # the device waits, not the host
                 self._settle_oldest_copy()
@@ -97,7 +101,7 @@ class Outbound:
             elif self._common.lane.host_is_device and self._disk.writes:
                 with self._common.waiting("backpressure", NOTHING):
                     self._disk.settle_first(self._disk.writes)
-            else:
+            elif not ((surely or gate.strict) and self.keeping.send_oldest()):
                 break
 
     @property
@@ -115,6 +119,7 @@ class Outbound:
 
     def forget_dead(self) -> None:
         """Drop what has died in the queues."""
+        self.keeping.forget_dead()
         self._tail = deque(r for r in self._tail if r() is not None)
         self._resting = deque(r for r in self._resting if r() is not None)
         self._recount_tail()
@@ -177,6 +182,8 @@ class Outbound:
         while not self._common.gate.has_room(block.padded_bytes):
             self._settle_copies()
             if not self._disk.writes:
+                if self._common.gate.strict and self.keeping.send_oldest():
+                    continue
                 return
             with self._common.waiting("backpressure", block.subject):
                 self._disk.settle_first(self._disk.writes)
