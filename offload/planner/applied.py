@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from offload.agreement import agreement_on
-from offload.errors import PlanError
+from offload.errors import PlanError, SegmentError
 from offload.hooks import Hooks
 from offload.planner.auto import Auto, Fixed
 from offload.planner.control import Controller
@@ -146,7 +147,7 @@ class Planned:
 
 
 def _names_of(plan: Plan, model: nn.Module) -> list[str]:
-    """The plan's segments, as modules of this model."""
+    """The plan's segments, as modules of this model, and others of their kind."""
     names = list(dict.fromkeys(key.partition("#")[0] for key in plan.actions))
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
     missing = [name for name in names if name not in present]
@@ -155,6 +156,10 @@ def _names_of(plan: Plan, model: nn.Module) -> list[str]:
             f"the plan is for a model with a module {missing[0]!r}, which this one has not "
             f"({len(missing)} of its {len(names)} segments are missing): make a plan for this model"
         )
+    with contextlib.suppress(SegmentError):
+        found = find_segments(model)
+        if set(names) <= set(found):  # some took no part in the steps that it was made from
+            return found
     return names
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ from offload.tiers.gate import STRIDE
 __all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
+_LEFT_OUT = 2  # backwards in a row that do not come to a segment: then none is expected to
 
 
 class Scheme(Protocol):
@@ -118,6 +120,7 @@ class Controller:
         self._waiting: list[weakref.ref[Pass]] = []  # held by their graphs: dropped with those
         self._recorded: Pass | None = None  # the pass before, if it was recorded
         self._opened = 0  # in this step
+        self._unseen: Counter[str] = Counter()  # backwards in a row that left out a segment
         self._counters = Counters()
         self._started: Any = None
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -243,6 +246,7 @@ class Controller:
             return
         if done.in_backward:
             done.ended = ended
+            self._unseen.update(v.key for v in done.visits if v.began is None)
             if done.assignment.record:
                 self._observer.end_backward(done.visits[0])
         if self._overruns is not None:
@@ -327,12 +331,18 @@ class Controller:
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(lambda _: self._backward(current, visit, rule))  # type: ignore[no-untyped-call]
                 marked = True
-        if not marked:  # nothing of it takes part in backward
-            current.visits.remove(visit)
+        unknown = visit.key not in (current.assignment.actions or (visit.key,))  # to the plan
+        if not marked or unknown or self._unseen[visit.key] >= _LEFT_OUT:
+            current.visits.remove(visit)  # it takes no part in backward, or none that is planned
+            visit.number = -1
 
     def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""
         stamp = self._clock.stamp()
+        self._unseen.pop(visit.key, None)
+        if visit.number < 0:  # it takes part after all
+            current.misjudged = True
+            return
         if visit.backward == _graph_task_id():
             return  # of another result
         if visit.began is not None or not (current is self._pass or self._resume(current, stamp)):

@@ -134,7 +134,7 @@ class Visit:
 
     Attributes:
         key: the segment's name, with ``#2`` and so on for further calls in one forward.
-        number: among the visits of the pass.
+        number: among the visits of the pass; -1: it takes no part in the backward.
         action: what was done with its activations.
         entered, left, began: stamps of its forward, and of the beginning of its backward.
         backward: the number of that backward, as autograd counts them.
@@ -193,6 +193,7 @@ class Pass:
         first: what blocks of its visits are numbered from, as entries of a plan.
         assignment: what it goes by.
         crowded: whether more was alive when it began than the assignment knows of.
+        misjudged: whether a segment that is not among the visits took part in the backward.
         in_flight: forwards, with this one, whose graphs were waiting when its backward began.
         pauses: stamps around what other forwards and their backwards took meanwhile.
     """
@@ -203,6 +204,7 @@ class Pass:
     first: int = 0
     assignment: Assignment = field(default_factory=Assignment)
     crowded: bool = False
+    misjudged: bool = False
     in_flight: int = 1
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     input_bytes: int = 0
@@ -240,6 +242,7 @@ class Pass:
         """Whether all of the backward was seen."""
         return (
             bool(self.visits)
+            and not self.misjudged
             and self.ended is not None
             and all(v.began is not None and v.left is not None for v in self.visits)
         )

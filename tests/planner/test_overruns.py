@@ -258,6 +258,28 @@ def test_a_budget_that_cannot_be_kept_is_said_to_be_passed(open_session: Opener)
     assert len(said) < STEPS / 2  # and not in each
 
 
+# -- parts that take no part --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_blocks_that_are_cut_off_are_not_waited_for(share: float, open_session: Opener) -> None:
+    found = measured(Net(detached=2), plain)
+    assert found.study.profile.keys == ["blocks.2", "blocks.3", "blocks.4"]
+    for plan in ("auto", found.plan(at(found, share))):
+        reports = trained(Net(detached=2), plain, plan, at(found, share), open_session)
+        assert max(r.peak_live_bytes for r in reports) <= at(found, share)
+
+
+def test_blocks_that_are_cut_off_for_a_while(open_session: Opener) -> None:
+    def step(model: nn.Module, held: dict[str, Any], number: int) -> None:
+        model.detached = 2 if 2 <= number < 7 else 0  # type: ignore[assignment]
+        plain(model, held, number)
+
+    budget = at(of_plain(Net), 0.5)
+    reports = trained(Net(), step, "auto", budget, open_session)
+    assert max(r.peak_live_bytes for r in reports) <= budget + PAGE_BYTES
+
+
 # -- what leaves --------------------------------------------------------------------------------
 
 
