@@ -350,10 +350,11 @@ class Auto:
         try:
             self.replan(study, signature)
         except PlanError as e:
-            warn_user(
-                f"the budget of {format_bytes(self.budgets.device_bytes)} was passed by "
-                f"{format_bytes(max(0, over_bytes))}, and no plan needs less: {e}"
-            )
+            if over_bytes > 0:
+                warn_user(
+                    f"the budget of {format_bytes(self.budgets.device_bytes)} was passed by "
+                    f"{format_bytes(over_bytes)}, and no plan needs less: {e}"
+                )
             study.plans = _ESTIMATING + _REPLANS + 1
 
     def _fall_back(self, study: Study, signature: str) -> bool:

@@ -46,6 +46,7 @@ from offload.tiers.gate import STRIDE
 __all__ = ["Controller", "Scheme"]
 
 _graph_task_id = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _LEFT_OUT = 2  # backwards in a row that do not come to a segment: then none is expected to
 
 
@@ -349,8 +350,9 @@ class Controller:
             self._make_room_back(current, visit, planned=False)
             return
         visit.backward = _graph_task_id()
-        # Where backward has not come to what follows, the plan does not know what is there.
-        in_order = all(v.began is not None for v in current.visits[visit.number + 1 :])
+        # Where what follows was not let go of, the plan does not know what is there.
+        later = current.visits[visit.number + 1 :]
+        is_planned = all(v.began is not None for v in later) and not _keeps_graph()
         if not current.in_backward:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
             if current.leftover:
@@ -358,7 +360,7 @@ class Controller:
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
             self._observer.end_backward(current.visits[visit.number + 1])
-        self._make_room_back(current, visit, planned=in_order)
+        self._make_room_back(current, visit, planned=is_planned)
         self.hooks.foresee()
         if current.assignment.record:
             visit.lingering_back = self._observer.lingering(current)

@@ -5,9 +5,9 @@ The gate is strict then: what the plan meant to keep makes room for what runs. I
 - for a forward that begins when more is there than the plan leaves room for: the graph of an
   earlier forward that nobody has dropped, or results that somebody holds; and for all other
   forwards that wait for their backward beside that one;
-- where a backward saves, as with ``create_graph=True``, or does not come to the segments in the
-  reverse order of the forward; and where the budget was passed all the same. From then on that plan
-  is known to be wrong, until another one takes its place.
+- where a backward saves, or leaves its graph alive (``create_graph=True``, ``retain_graph=True``),
+  or does not come to the segments in the reverse order of the forward; and where the budget was
+  passed all the same. From then on that plan is known to be wrong, until another takes its place.
 
 Without such a sign it is not: what a plan says that a segment needs is more than what is still to
 come, as some of it may be there already, and nothing should leave for that.
