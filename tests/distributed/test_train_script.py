@@ -25,11 +25,14 @@ def script() -> Any:
     return train_fsdp
 
 
+MOVES = {"min_offload_bytes": 4096, "bundle_bytes": 128 << 10, "keep_last_bytes": 0}
+
+
 def both_runs(directory: str, kind: str, recompute: bool) -> tuple[bool, bool, int]:
     train = script()
     workload, device = train.preset("gpt-tiny"), torch.device("cpu")
     plain = train.train(workload, kind, 2, device, None)
-    with offload.Session(disk_dir=directory, min_offload_bytes=4096, keep_last_bytes=0) as session:
+    with offload.Session(disk_dir=directory, **MOVES) as session:
         rules = train.RECOMPUTE if recompute else None
         ours = train.train(workload, kind, 2, device, session, rules)
         moved_bytes = session.report().offloaded_bytes
@@ -74,7 +77,7 @@ def test_a_plan_for_a_budget(two: Ranks, tmp_path: Path) -> None:
 
 def profiles(directory: str) -> str:
     train = script()
-    options = {"disk_dir": directory, "min_offload_bytes": 4096, "keep_last_bytes": 0}
+    options = {"disk_dir": directory, **MOVES}
     workload, device = train.preset("gpt-tiny"), torch.device("cpu")
     return str(train.profiled(workload, "ddp", device, Path(directory, "profile"), options))
 
