@@ -79,25 +79,43 @@ class Ticket:
         block.claim(self)
 
 
-class Member:
-    """A storage in a bundle, which is a block of several (``offload.bundles``)."""
+class Bundle:
+    """Several storages in one block (``offload.bundles``); its members hold it."""
 
-    __slots__ = ("__weakref__", "_origin", "begin", "block", "nbytes")
+    __slots__ = ("__weakref__", "block", "end", "member_bytes", "node", "ordinal", "tape", "where")
 
-    def __init__(self, block: "Block", begin: int, storage: torch.UntypedStorage) -> None:
+    def __init__(self, block: "Block", where: object) -> None:
         self.block = block
+        self.where = where  # its members are to wait, and what they come from
+        self.end = 0  # bytes in use
+        self.member_bytes = 0  # that this step counts as kept
+        self.node = 0  # the number of the operation that saved the newest member
+        self.tape: object = None  # as a ticket's, which it stands for
+        self.ordinal = 0
+
+
+class Member:
+    """A storage in a bundle."""
+
+    __slots__ = ("__weakref__", "_origin", "begin", "bundle", "nbytes")
+
+    def __init__(self, bundle: Bundle, begin: int, storage: torch.UntypedStorage) -> None:
+        self.bundle = bundle
         self.begin = begin  # bytes from the bundle's first
         self.nbytes = storage.nbytes()
         self._origin = StorageRef(storage)  # held, and asked first, for the reasons of a block's
 
-    def found(self, bundle: torch.UntypedStorage) -> tuple[torch.UntypedStorage, int]:
-        """Where its bytes are, and where they begin there: the original if it is alive still, else
-        ``bundle``.
+    def storage(self, bundle: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The original if it is alive still, else its bytes in ``bundle``. That is a storage of its
+        own, which begins and ends where the original did, as backward may go by that.
         """
         origin = self._origin.storage()
         if origin is not None and origin.nbytes() == self.nbytes:
-            return origin, 0
-        return bundle, self.begin
+            return origin
+        part = torch.empty(0, dtype=torch.uint8, device=bundle.device)
+        part.set_(bundle, self.begin, (self.nbytes,), (1,))
+        alias: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(part))
+        return alias.untyped_storage()
 
 
 class Block:
@@ -157,7 +175,7 @@ class Block:
         self._served = 0  # of those, from the first: dead, or served from this generation
         self._prune_at = _FEW_TICKETS
         self.generation = 0  # counts reloads
-        self.slot: Slot | None = None  # while LIVE: one that the storage is an alias of
+        self.slot: Slot | None = None
         self.extent: Extent | None = None
         self.checksum: int | None = None
         self.request: Request | None = None  # of the transfer in flight
@@ -187,16 +205,13 @@ class Block:
         return device is not None and device.nbytes() == self.nbytes and not self.witness.modified
 
     def offload(self, lane: Lane, slot: Slot, *, checksum: bool) -> None:
-        """LIVE -> OFFLOADING: start copying the device bytes into ``slot``, if they are not there
-        already.
-        """
+        """LIVE -> OFFLOADING: start copying the device bytes into ``slot``."""
         if self.state is not State.LIVE:
             raise self._unexpected(State.LIVE)
         assert self._device is not None
-        if slot is not self.slot:
-            self.copied, self.checksum = lane.copy_out(
-                slot, self._device, self.produced, checksum=checksum, about=self.subject
-            )
+        self.copied, self.checksum = lane.copy_out(
+            slot, self._device, self.produced, checksum=checksum, about=self.subject
+        )
         self.slot = slot
         self._source_address = self._device.data_ptr()
         self.state = State.OFFLOADING

@@ -7,13 +7,17 @@ transfer, and stays.
 
 [Note: one bundle, one stream] What is full leaves behind the stream that is current then. So there
 is a bundle for each stream, and who finds it full sends it out.
+
+[Note: what backward leaves behind] The members of a bundle need not be of one graph, and some may
+never be asked for. A reloaded bundle that waited for all of them would fill the memory again. So
+backward has the few that it came to last; an earlier one goes, and comes once more if need be.
 """
 
 import weakref
 
 import torch
 
-from offload.block import Block, Member
+from offload.block import Block, Bundle, Member
 from offload.config import Config
 from offload.placement import Placement
 from offload.prefetch import Prefetcher
@@ -27,20 +31,7 @@ _ALIGNED_BYTES = 64  # where a member begins: a multiple of every element, and o
 MEMBERS = 16  # that fit into a bundle at least: what is larger moves by itself
 
 
-_Where = tuple[Placement, torch.device, int]  # where to, where from, and the stream's number
-
-
-class _Bundle:
-    """One that is being filled, for as long as anybody holds what is in it."""
-
-    __slots__ = ("block", "end", "member_bytes", "node", "where")
-
-    def __init__(self, block: Block, where: _Where) -> None:
-        self.block = weakref.ref(block)
-        self.where = where
-        self.end = 0  # bytes in use
-        self.member_bytes = 0
-        self.node = 0  # the number of the operation that saved the newest member
+_AT_HAND = 4  # that backward may work on at one time
 
 
 class Bundles:
@@ -70,12 +61,15 @@ class Bundles:
         self._scopes = scopes
         self._counters = Counters()
         self._members: Registry[Member] = Registry()
-        self._filling: list[_Bundle] = []
+        self._filling: list[weakref.ref[Bundle]] = []
+        self._at_hand: list[weakref.ref[Bundle]] = []  # the newest last
 
     def begin_step(self, counters: Counters) -> None:
-        """Count into ``counters`` from now on. What was not filled is left to its tickets."""
+        """Count into ``counters`` from now on. What is not full goes on being filled."""
         self._counters = counters
-        self._filling.clear()
+        for bundle in (r() for r in self._filling):
+            if bundle is not None:
+                bundle.member_bytes = 0  # the step before has counted them
 
     def member(
         self,
@@ -94,67 +88,66 @@ class Bundles:
             foreign: made by no operation of the graph.
             node: the number of the operation that saves it.
         """
-        nbytes, counters = storage.nbytes(), self._counters
+        nbytes, counters, device = storage.nbytes(), self._counters, storage.device
+        is_cpu = device.type == "cpu"
+        stream_id = 0 if is_cpu else torch.accelerator.current_stream(device).stream_id
+        where = (placement, device, stream_id)
         member = self._members.find(key)
-        if member is not None:
+        # Else it was resized, or what another stream copies may not be there yet for this one.
+        if member is not None and member.nbytes == nbytes and member.bundle.where == where:
             counters.deduplicated_bytes += nbytes
             return member
-        bundle, block = self._room(nbytes, placement, storage.device)
-        begin, target = bundle.end, block.resident()
+        bundle = self._room(nbytes, where) or self._opened(placement, device, where)
+        begin, target = bundle.end, bundle.block.resident()
         assert target is not None
+        bundle.end = begin + -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._live.track(storage)
         self._lane.gather(storage, target, begin, foreign)
-        member = Member(block, begin, storage)
+        member = Member(bundle, begin, storage)
         self._members.add(key, member)
         bundle.node = node
-        bundle.end = begin + -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         bundle.member_bytes += nbytes
         counters.kept_bytes["bundle"] += nbytes  # for as long as it is not full
         return member
 
-    def _room(
-        self, nbytes: int, placement: Placement, device: torch.device
-    ) -> tuple[_Bundle, Block]:
-        """The bundle that has room for so many bytes, and its block."""
-        is_cpu = device.type == "cpu"
-        stream_id = 0 if is_cpu else torch.accelerator.current_stream(device).stream_id
-        where = (placement, device, stream_id)
-        for bundle in self._filling:  # one, as a rule
-            if bundle.where == where:
-                block = bundle.block()
-                if block is not None and bundle.end + nbytes <= self.bundle_bytes:
-                    return bundle, block
-                self._filling.remove(bundle)
-                if block is not None:
-                    self._send(bundle, block)
-                break
-        block = self._opened(placement, device)
-        bundle = _Bundle(block, where)
-        self._filling.append(bundle)
-        return bundle, block
+    def asked(self, bundle: Bundle) -> None:
+        """Backward has come to ``bundle``. See Note: what backward leaves behind."""
+        self._at_hand = [r for r in self._at_hand if r() not in (None, bundle)]
+        self._at_hand.append(weakref.ref(bundle))
+        if len(self._at_hand) > _AT_HAND:
+            left = self._at_hand.pop(0)()
+            if left is not None and left.block.reservation is None:  # it is not early again
+                left.block.unload()
 
-    def _opened(self, placement: Placement, device: torch.device) -> Block:
-        """An empty bundle, where the device's memory is host memory in the slot it leaves from."""
-        common = self._tiers.common
-        slot = common.host.slot(self.bundle_bytes) if common.lane.host_is_device else None
-        if slot is not None:
-            filled = torch.empty(0, dtype=torch.uint8).set_(common.engine.alias(slot))
-        else:
-            filled = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=device)
-            self._live.track(filled.untyped_storage())
+    def _room(self, nbytes: int, where: object) -> Bundle | None:
+        """The bundle that has room for so many bytes. One that has not leaves."""
+        for ref in tuple(self._filling):  # one, as a rule
+            bundle = ref()
+            if bundle is None:
+                self._filling.remove(ref)
+            elif bundle.where == where:
+                if bundle.end + nbytes <= self.bundle_bytes:
+                    return bundle
+                self._filling.remove(ref)
+                self._send(bundle)
+        return None
+
+    def _opened(self, placement: Placement, device: torch.device, where: object) -> Bundle:
+        filled = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=device)
         storage = filled.untyped_storage()
+        self._live.track(storage)
         block = Block(storage, VersionWitness(filled), placement, self._scopes.module)
-        block.slot = slot
         self._blocks.add((storage._cdata, 0), block)
-        common.sample()
-        return block
+        self._tiers.common.sample()
+        bundle = Bundle(block, where)
+        self._filling.append(weakref.ref(bundle))
+        return bundle
 
-    def _send(self, bundle: _Bundle, block: Block) -> None:
-        # Backward asks for the newest first. If none is alive, nobody will ask.
-        newest = next((t for r in reversed(block.tickets) if (t := r()) is not None), None)
+    def _send(self, bundle: Bundle) -> None:
+        block = bundle.block
         storage = block.resident()
-        if newest is not None and storage is not None:
-            self._counters.kept_bytes["bundle"] -= bundle.member_bytes
-            self._counters.saved_bytes += block.nbytes
-            self._tiers.admit(block, storage)
-            self._prefetcher.saved(newest, bundle.node)
+        assert storage is not None
+        self._counters.kept_bytes["bundle"] -= bundle.member_bytes
+        self._counters.saved_bytes += block.nbytes
+        self._tiers.admit(block, storage)
+        self._prefetcher.saved(bundle, bundle.node)

@@ -321,9 +321,9 @@ class Hooks:
             key = (storage._cdata, tensor._version)
             if nbytes < self._bundled_below and self._tiers.gate.is_open:
                 member = self._bundles.member(key, storage, placement, foreign, node)
-                return Ticket(member.block, layout, witness, member)
+                return Ticket(member.bundle.block, layout, witness, member)
             known = self._blocks.find(key)
-            if known is not None:
+            if known is not None and known.nbytes == nbytes:  # else it was resized
                 ticket = Ticket(known, layout, witness)
                 self._counters.deduplicated_bytes += known.nbytes
             else:
@@ -362,17 +362,20 @@ class Hooks:
         with self._tiers.lock:
             if not self._in_backward:
                 self._come_to("backward")
-            member, begin = ticket.member, 0
+            member = ticket.member
             found = self._tiers.at_hand(ticket.block) if member is not None else None
             if found is None:
                 found = self._tiers.demand(ticket.block)
-            self._prefetcher.asked(ticket)  # while the demanded bytes are on their way
+                # While the demanded bytes are on their way:
+                self._prefetcher.asked(ticket if member is None else member.bundle)
+                if member is not None:
+                    self._bundles.asked(member.bundle)
             storage = self._tiers.take(ticket, found)
             if member is not None:
-                storage, begin = member.found(storage)
+                storage = member.storage(storage)
             if self.watch is not None:
                 self._tiers.uncount(storage)
-            return ticket.layout.view(storage, ticket.witness.counter, begin)
+            return ticket.layout.view(storage, ticket.witness.counter)
 
 
 def is_of_checkpoint(pair: HookPair | None) -> bool:

@@ -32,18 +32,14 @@ class TensorLayout(NamedTuple):
         )
         return tuple.__new__(cls, fields)  # as cls(...), without a frame of Python's
 
-    def view(
-        self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int = 0
-    ) -> torch.Tensor:
-        """A tensor of this layout over ``storage`` from its byte ``begin``, a multiple of the
-        element, on: no copy, exact strides and offset.
+    def view(self, storage: torch.UntypedStorage, counter: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout over ``storage``: no copy, exact strides and offset.
 
         It shares the version counter of ``counter``. Whoever changes it in place is then noticed by
         all who share that counter, as with the tensor that was saved.
         """
         bare = torch.empty(0, dtype=self.dtype, device=storage.device)
-        offset = self.storage_offset + begin // self.dtype.itemsize
-        bare.set_(storage, offset, self.size, self.stride)
+        bare.set_(storage, self.storage_offset, self.size, self.stride)
         if self.conjugate or self.negative:
             bare = with_bits(bare, self.conjugate, self.negative)
         tensor = counter.detach()

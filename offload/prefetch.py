@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.block import State, Ticket
+from offload.block import Bundle, State, Ticket
 from offload.tiers import Tiers
 
 MAX_FORWARDS = 256  # that one recording covers
@@ -35,7 +35,8 @@ _MAX_DEFERRED = 64
 _MAX_LOOKED_AT = 128  # in one go; the next request goes on from there
 _Place = tuple[int, int]  # number of the tape in the step, ordinal of the ticket on the tape
 _Request = tuple[_Place, int]  # that place for the n-th time, counted from 0
-_Deferred = deque[tuple[weakref.ref[Ticket], _Request]]
+_Claim = Ticket | Bundle  # a bundle is on the tape for the tickets of all its members
+_Deferred = deque[tuple[weakref.ref[_Claim], _Request]]
 
 
 class Tape:
@@ -46,18 +47,18 @@ class Tape:
         self.signature = 0  # of the sizes saved so far
         self.recorded = recorded  # of all that the one with its number saved in the recorded step
         self._nodes: list[int] = []
-        self._tickets: list[weakref.ref[Ticket]] = []
+        self._tickets: list[weakref.ref[_Claim]] = []
         self._order: list[int] = []
         self._rank: list[int] = []
 
-    def append(self, ticket: Ticket, node: int) -> None:
+    def append(self, ticket: _Claim, node: int) -> None:
         """Add the newest ticket; ``node`` is the sequence number of the operation that saves it."""
         ticket.tape, ticket.ordinal = self, len(self._tickets)
         self._nodes.append(node)
         self._tickets.append(weakref.ref(ticket))
         self.signature = hash((self.signature, ticket.block.nbytes))
 
-    def ticket(self, ordinal: int) -> Ticket | None:
+    def ticket(self, ordinal: int) -> _Claim | None:
         """The ticket with this ordinal, if it is alive."""
         return self._tickets[ordinal]() if ordinal < len(self._tickets) else None
 
@@ -116,7 +117,7 @@ class Prefetcher:
         self._again.clear()
         self._walk, self._cursor = (-1, -1), 0
 
-    def saved(self, ticket: Ticket, node: int) -> None:
+    def saved(self, ticket: _Claim, node: int) -> None:
         """A ticket was handed to autograd by the operation with this number."""
         thread = threading.get_ident()
         tape = self._open.get(thread)
@@ -138,11 +139,11 @@ class Prefetcher:
         if self._walk[1] == -1:
             self._bring(self._recorded())
 
-    def asked(self, ticket: Ticket) -> None:
+    def asked(self, ticket: _Claim) -> None:
         """Backward wants this ticket now: bring back what it will want next."""
         tape = ticket.tape
         if not isinstance(tape, Tape):
-            return  # of a bundle, whose first ticket is on the tape
+            return  # of a bundle that has not left
         self._open.clear()  # what is saved from now on belongs to another forward
         rank = self._note(tape, ticket.ordinal)
         known = rank is not None
@@ -167,7 +168,7 @@ class Prefetcher:
             asked.append((place, times))
         return self._recording.rank.get(asked[-1]) if tape.signature == tape.recorded else None
 
-    def _bring(self, upcoming: Iterator[Ticket]) -> None:
+    def _bring(self, upcoming: Iterator[_Claim]) -> None:
         for ticket in upcoming:
             if not self._tiers.prefetch(ticket.block):
                 self._cursor -= 1  # this one is looked at again
@@ -185,13 +186,13 @@ class Prefetcher:
                 return
             self._defer_if_unsure(ticket, request)
 
-    def _defer_if_unsure(self, ticket: Ticket, request: _Request) -> None:
+    def _defer_if_unsure(self, ticket: _Claim, request: _Request) -> None:
         if self._times.get(request[0], 0) < request[1]:
             self._again.append((weakref.ref(ticket), request))
         elif ticket.block.state in (State.LIVE, State.OFFLOADING):
             self._staying.append((weakref.ref(ticket), request))
 
-    def _predicted(self, tape: Tape) -> Iterator[Ticket]:
+    def _predicted(self, tape: Tape) -> Iterator[_Claim]:
         """Tickets of one forward, in the order that follows from its nodes."""
         order = tape.order()
         end = min(len(order), self._cursor + _MAX_LOOKED_AT)
@@ -201,7 +202,7 @@ class Prefetcher:
             if ticket is not None:
                 yield ticket
 
-    def _recorded(self) -> Iterator[Ticket]:
+    def _recorded(self) -> Iterator[_Claim]:
         """Tickets in the order of the recorded step, up to a forward that is not complete."""
         order = self._recording.order
         end = min(len(order), self._cursor + _MAX_LOOKED_AT)

@@ -71,7 +71,6 @@ class Tiers:
         self.inbound = Inbound(self.common, self.disk, self.outbound)
         # As they are: a frame of our own around each would be one more per saved tensor.
         self.prefetch, self.take = self.inbound.prefetch, self.inbound.take
-        self.at_hand = self.inbound.at_hand
         weakref.finalize(self, _let_go, self._generation, self.common.lane, host).atexit = False
 
     @property
@@ -228,6 +227,10 @@ class Tiers:
     def poll(self) -> None:
         """Take note of what has completed. Never waits."""
         self.outbound.poll()
+
+    def at_hand(self, block: Block) -> torch.UntypedStorage | None:
+        """Its device storage if backward asked for it last, and it is still there."""
+        return self.inbound.at_hand(block) if self._generation == forks.generation else None
 
     def demand(self, block: Block) -> torch.UntypedStorage | None:
         """Backward wants ``block`` now: start bringing it if it is not there or on its way.

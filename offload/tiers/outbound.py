@@ -66,8 +66,7 @@ class Outbound:
         """Take on a new block."""
         common = self._common
         block.produced = common.lane.produced(storage)
-        if block.slot is None:  # else the arena counts it
-            common.live.track(storage)
+        common.live.track(storage)
         common.sample()
         self.poll()
         self._tail.append(weakref.ref(block))
@@ -251,9 +250,7 @@ class Outbound:
         """
         while True:
             hold = self.window.reserve(block.window_bytes, alone=True)
-            slot = block.slot
-            if slot is None and hold is not None:
-                slot = self._common.host.slot(block.nbytes)
+            slot = self._common.host.slot(block.nbytes) if hold is not None else None
             if hold is not None and slot is not None:
                 return slot, hold
             del hold
