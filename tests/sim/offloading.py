@@ -22,7 +22,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "disk": {"policy": lambda tensor: offload.Placement.DISK},
     "host+disk": {"host_budget": 64 << 10},
     "bundles+disk": {
-        "bundle_bytes": 512 << 10,
+        "bundle_bytes": 32 << 10,
         "window_bytes": 1 << 20,
         "prefetch_bytes": 1 << 20,
         "host_budget": 1 << 20,
