@@ -112,10 +112,8 @@ class Member:
         origin = self._origin.storage()
         if origin is not None and origin.nbytes() == self.nbytes:
             return origin
-        part = torch.empty(0, dtype=torch.uint8, device=bundle.device)
-        part.set_(bundle, self.begin, (self.nbytes,), (1,))
-        alias: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(part))
-        return alias.untyped_storage()
+        part: torch.UntypedStorage = bundle[self.begin : self.begin + self.nbytes]
+        return part
 
 
 class Block:
