@@ -159,8 +159,8 @@ def cpu_of(row: Row) -> float:
 
 def judge(rows: list[Row]) -> list[dict[str, object]]:
     """Compare each engine with the fios of its mode and buffer pages: its rate with the fastest
-    that uses as many buffers, its CPU time with the one that makes the same system calls, by as
-    many threads. What asynchronous ones use is shown beside it (csrc/queue.h: why not io_uring).
+    that uses as many buffers, its workers' CPU time with that of as many jobs that make the same
+    system calls. What asynchronous ones use is shown beside it (csrc/queue.h: why not io_uring).
     """
     verdicts: list[dict[str, object]] = []
     for ours in rows:
@@ -191,7 +191,7 @@ def judge(rows: list[Row]) -> list[dict[str, object]]:
                 "worker_cpu_s_per_gb": ours.median_worker_cpu_s_per_gb,
                 "equal": equal.contender,
                 "equal_cpu_s_per_gb": cpu_of(equal),
-                "cheap_enough": cpu_of(ours) <= cpu_of(equal),
+                "cheap_enough": (ours.median_worker_cpu_s_per_gb or math.inf) <= cpu_of(equal),
                 "thriftiest": thriftiest.contender,
                 "thriftiest_cpu_s_per_gb": cpu_of(thriftiest),
             }
