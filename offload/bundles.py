@@ -29,8 +29,6 @@ from offload.weak import VersionWitness
 
 _ALIGNED_BYTES = 64  # where a member begins: a multiple of every element, and of a cache line
 MEMBERS = 16  # that fit into a bundle at least: what is larger moves by itself
-
-
 _AT_HAND = 4  # that backward may work on at one time
 
 
