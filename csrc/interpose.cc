@@ -171,10 +171,41 @@ std::vector<Library> LoadedTorchAllocators() {
   return found;
 }
 
+// Whether `address` is but an entry of the program's own table of imports: where that was not built
+// to be moved (Debian's Python), an imported function has that entry's address for everybody.
+bool IsImportOfProgram(void* address) {
+  Dl_info info{};
+  const ElfW(Sym)* symbol = nullptr;
+  return dladdr1(address, &info, reinterpret_cast<void**>(const_cast<ElfW(Sym)**>(&symbol)),
+                 RTLD_DL_SYMENT) != 0 &&
+         symbol != nullptr && symbol->st_shndx == SHN_UNDEF;
+}
+
+// The first definition of `function` in the libraries behind the program, in the loader's order.
+void* DefinitionOf(const char* function) {
+  void* const program = dlopen(nullptr, RTLD_LAZY | RTLD_NOLOAD);
+  link_map* library = nullptr;
+  if (program == nullptr || dlinfo(program, RTLD_DI_LINKMAP, &library) != 0) return nullptr;
+  void* found = nullptr;
+  while (found == nullptr && (library = library->l_next) != nullptr) {
+    void* const handle = dlopen(library->l_name, RTLD_LAZY | RTLD_NOLOAD);
+    if (handle == nullptr) continue;                // the kernel's own
+    void* const address = dlsym(handle, function);  // of this library, or of one that it needs
+    Dl_info info{};
+    const bool is_here = address != nullptr && dladdr(address, &info) != 0 &&
+                         reinterpret_cast<uintptr_t>(info.dli_fbase) == library->l_addr;
+    if (is_here) found = address;
+    dlclose(handle);
+  }
+  dlclose(program);
+  return found;
+}
+
 // The file that the process takes `function` from.
 std::string ProviderOf(const char* function) {
+  void* address = dlsym(RTLD_DEFAULT, function);
+  if (address != nullptr && IsImportOfProgram(address)) address = DefinitionOf(function);
   Dl_info info{};
-  void* const address = dlsym(RTLD_DEFAULT, function);
   if (address == nullptr || dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "?";
   return std::string(BaseName(info.dli_fname));
 }
