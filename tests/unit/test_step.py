@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -225,8 +226,9 @@ def test_an_interrupt_of_a_request_leaves_it_to_be_waited_for(tmp_path: Any, can
 
     def run(interrupt: Interrupt) -> None:
         begins = threading.Event()
-        if cancel:
-            engine._inbox.loop.call_soon_threadsafe(begins.wait)
+        # It has not begun, or is not done, when it is asked about.
+        delay = begins.wait if cancel else functools.partial(time.sleep, 0.01)
+        engine._inbox.loop.call_soon_threadsafe(delay)
         request = engine.write(slot, 0)
         with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
             if cancel:
