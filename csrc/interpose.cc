@@ -185,7 +185,8 @@ bool IsImportOfProgram(void* address) {
 void* DefinitionOf(const char* function) {
   void* const program = dlopen(nullptr, RTLD_LAZY | RTLD_NOLOAD);
   link_map* library = nullptr;
-  if (program == nullptr || dlinfo(program, RTLD_DI_LINKMAP, &library) != 0) return nullptr;
+  void* const into = reinterpret_cast<void*>(&library);
+  if (program == nullptr || dlinfo(program, RTLD_DI_LINKMAP, into) != 0) return nullptr;
   void* found = nullptr;
   while (found == nullptr && (library = library->l_next) != nullptr) {
     void* const handle = dlopen(library->l_name, RTLD_LAZY | RTLD_NOLOAD);
