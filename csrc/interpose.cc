@@ -202,15 +202,6 @@ void* DefinitionOf(const char* function) {
   return found;
 }
 
-// The file that the process takes `function` from.
-std::string ProviderOf(const char* function) {
-  void* address = dlsym(RTLD_DEFAULT, function);
-  if (address != nullptr && IsImportOfProgram(address)) address = DefinitionOf(function);
-  Dl_info info{};
-  if (address == nullptr || dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "?";
-  return std::string(BaseName(info.dli_fname));
-}
-
 size_t MachineBytes() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
@@ -261,6 +252,14 @@ std::string Install() {
 }
 
 }  // namespace
+
+std::string ProviderOf(const char* function) {
+  void* address = dlsym(RTLD_DEFAULT, function);
+  if (address != nullptr && IsImportOfProgram(address)) address = DefinitionOf(function);
+  Dl_info info{};
+  if (address == nullptr || dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "?";
+  return std::string(BaseName(info.dli_fname));
+}
 
 std::string UsePoolForTorch() {
   static const std::string reason = Install();

@@ -23,6 +23,9 @@ std::string UsePoolForTorch();
 // Null before that.
 Pool* TorchPool();
 
+// The name of the file that the process takes `function` from; "?" if there is none.
+std::string ProviderOf(const char* function);
+
 }  // namespace offload
 
 #endif  // OFFLOAD_CSRC_INTERPOSE_H_
