@@ -42,6 +42,31 @@ def test_every_scheduler(scheduler, name, expected, tmp_path: Path) -> None:
     assert simdev.races() == []
 
 
+def test_small_storages_cross_in_bundles(scheduler, tmp_path: Path) -> None:
+    """Gathered by the stream that computes, written to the disk in part, and back in order."""
+
+    def gradient(device: str, step: Any) -> list[Tensor]:
+        x = torch.linspace(-2, 2, 250).to(device).requires_grad_()
+        for _ in range(2):
+            with step():
+                y = x
+                for _ in range(200):
+                    y = y.sin()
+                y.sum().backward()
+        assert x.grad is not None
+        return [x.grad.cpu()]
+
+    options = {"bundle_bytes": 16 << 10, "host_budget": 32 << 10}
+    with session_on_sim(str(tmp_path), **options) as session:
+        got = gradient("sim", session.step)
+        report = session.report()
+    assert_identical(gradient("cpu", contextlib.nullcontext), got)
+    assert report.offloaded_blocks == 2 * 12  # of sixteen members each, at 1,024 bytes
+    assert report.offloaded_bytes == 2 * 12 * (16 << 10)
+    assert report.written_bytes > 0
+    assert simdev.races() == []
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_orders(seed: int, expected, tmp_path: Path) -> None:
     simdev.configure(scheduler=simdev.Scheduler.RANDOM, seed=seed)
