@@ -1,5 +1,6 @@
 """The peak that a plan predicts is the peak that is measured, byte for byte where it can be."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,8 @@ def timed(found: Measurement, link: float) -> Measurement:
     return found
 
 
-@pytest.mark.parametrize("link", [0.5, 4.0])
-@pytest.mark.parametrize("name", ["gpt-tiny", "long-tiny", "vision-tiny"])
-def test_predicted_and_measured(
-    name: str, link: float, tmp_path: Path, open_session: Opener
-) -> None:
+def training(name: str) -> tuple[nn.Module, Callable[[], None]]:
+    """A workload's model, and a step of it over always the same batch."""
     workload = preset(name)
     model = workload.build(seed=0)
     (batch,) = workload.batches(1, seed=0)
@@ -69,6 +67,16 @@ def test_predicted_and_measured(
     def step() -> None:
         model.zero_grad()
         workload.step(model, batch).backward()
+
+    return model, step
+
+
+@pytest.mark.parametrize("link", [0.5, 4.0])
+@pytest.mark.parametrize("name", ["gpt-tiny", "long-tiny", "vision-tiny"])
+def test_predicted_and_measured(
+    name: str, link: float, tmp_path: Path, open_session: Opener
+) -> None:
+    model, step = training(name)
 
     options: dict[str, Any] = {
         "device": "cpu", "min_offload_bytes": 0, "prefetch_bytes": "256KiB",
@@ -103,13 +111,7 @@ def test_predicted_and_measured(
 def test_what_offloading_everything_takes_can_be_planned_for(
     name: str, tmp_path: Path, open_session: Opener
 ) -> None:
-    workload = preset(name)
-    model = workload.build(seed=0)
-    (batch,) = workload.batches(1, seed=0)
-
-    def step() -> None:
-        model.zero_grad()
-        workload.step(model, batch).backward()
+    model, step = training(name)
 
     def peak(plan: Plan, **limit: int) -> int:
         session = open_session(_engine=engine(tmp_path), **options, **limit)
