@@ -22,7 +22,7 @@ from offload.placement import Placement
 from offload.registry import Registry
 from offload.store import Extent
 from offload.tiers.common import Common
-from offload.tiers.disk import DiskTier
+from offload.tiers.disk import DiskTier, Transfer
 from offload.trace import now_ns
 from offload.weak import VersionWitness
 
@@ -56,9 +56,11 @@ class Keeping:
     def add(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept:
         """``tensor`` stays, as long as there is room."""
         kept = Kept(tensor)
-        group = self._groups.pop(storage._cdata, [])  # to the end, if it is a new one
-        living = [r for r in group if r() is not None]
-        self._groups[storage._cdata] = [*living, weakref.ref(kept)]
+        group = self._groups.pop(storage._cdata, [])  # to the end
+        if len(group) & (len(group) - 1) == 0:  # a power of two: ten thousand may be of one storage
+            group = [r for r in group if r() is not None]
+        group.append(weakref.ref(kept))
+        self._groups[storage._cdata] = group
         return kept
 
     def forget_dead(self) -> None:
@@ -72,7 +74,8 @@ class Keeping:
     def send_oldest(self) -> bool:
         """Write out the storage that was saved first; False if none dies by that."""
         for address, group in list(self._groups.items()):
-            kept = [k for k in (r() for r in group) if k is not None]
+            # Without what has left already, before an interrupt kept the others from it.
+            kept = [k for k in (r() for r in group) if k is not None and k.alias is not None]
             if not kept:
                 del self._groups[address]
             elif self._send(kept):
@@ -92,16 +95,17 @@ class Keeping:
         if extent is None:
             return False
         block = Block(storage, VersionWitness(aliases[0]), Placement.DISK)
+        tickets = [Ticket(block, TensorLayout.of(a), VersionWitness(a)) for a in aliases]
         try:
             with self._common.waiting("backpressure", block.subject):
                 self._write(block, storage, extent)
         except OSError as e:
             self._common.fail(self._disk.store.error("writing", e, extent.offset, extent.nbytes))
             return False
-        for kept, alias in zip(group, aliases, strict=True):
-            kept.ticket = Ticket(block, TensorLayout.of(alias), VersionWitness(alias))
-            kept.alias = None  # last: whoever asks meanwhile finds one of both
         self._blocks.add((block.id, -1), block)  # of no storage that is alive
+        for kept, ticket in zip(group, tickets, strict=True):
+            kept.ticket = ticket
+            kept.alias = None  # last: whoever asks meanwhile finds one of both
         return True
 
     def _write(self, block: Block, storage: torch.UntypedStorage, extent: Extent) -> None:
@@ -120,11 +124,17 @@ class Keeping:
             piece = storage[done_bytes : done_bytes + left_bytes]
             checksum = common.engine.copy(slot, piece, checksum=common.config.verify)
             request = common.engine.write(slot, extent.offset + done_bytes)
-            request.wait()
+            try:
+                request.wait()
+            finally:
+                if not request.done():  # interrupted: until it is, nobody else may use the extent
+                    about = weakref.ref(block), True, block.subject
+                    self._disk.writes.append(Transfer(request, slot, extent, None, *about))
             done_bytes += left_bytes
             common.moved(
                 "spill", padded(left_bytes), request.start_ns, now_ns(), block.subject, waited=True
             )
+            del slot  # its memory is for the next piece
         counters = common.counters
         counters.written_bytes += extent.nbytes
         counters.evicted_bytes += nbytes

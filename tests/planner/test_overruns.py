@@ -6,15 +6,15 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload.engines import PAGE_BYTES
-from offload.errors import ModifiedInPlaceError, OffloadWarning
+from offload.errors import OffloadWarning
 from offload.planner.plan import Plan
 from offload.planning import Measurement, measure_model
 from offload.report import StepReport
@@ -22,7 +22,7 @@ from offload.session import Session
 from offload.units import format_bytes
 from tests.conftest import Opener
 from tests.planner.test_peaks import timed
-from tests.support import assert_identical, grads, rand
+from tests.support import assert_identical, rand
 
 STEPS = 10
 # What was to stay is written through a slot, which takes a page where there is not even that left.
@@ -280,99 +280,3 @@ def test_blocks_that_are_cut_off_for_a_while(open_session: Opener) -> None:
     budget = at(of_plain(Net), 0.5)
     reports = trained(Net(), step, "auto", budget, open_session)
     assert max(r.peak_live_bytes for r in reports) <= budget + PAGE_BYTES
-
-
-# -- what leaves --------------------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    """A step under a plan that keeps everything, between its forward and its backward."""
-
-    session: Session
-    model: nn.Module
-    expected: list[Tensor]
-
-    def send(self) -> int:
-        """Send out what was to stay, as far as it can; how many storages that were."""
-        tiers, count = self.session._tiers, 0
-        with tiers.lock:
-            while tiers.outbound.keeping.send_oldest():
-                count += 1
-        return count
-
-
-@pytest.fixture
-def kept(open_session: Opener) -> Iterator[Kept]:
-    found = of_plain(Net)
-    model = Net()
-    loss_of(model).backward()
-    expected = [g.clone() for g in grads(model)]
-    model.zero_grad()
-    session = open_session(**OPTIONS, device_budget=at(found, 2.0), verify=True)
-    with session.apply(model, found.plan(at(found, 2.0))):
-        yield Kept(session, model, expected)
-
-
-def test_it_comes_back_as_often_as_it_is_wanted(kept: Kept) -> None:
-    with kept.session.step() as step:
-        loss = loss_of(kept.model)
-        live_bytes = kept.session._tiers.gate.used_bytes
-        assert kept.send() > 5
-        assert kept.session._tiers.gate.used_bytes < live_bytes / 4
-        loss.backward(retain_graph=True)
-        assert kept.session._tiers.disk.store.used_bytes > 0
-        assert_identical(kept.expected, grads(kept.model))
-        kept.model.zero_grad()
-        loss.backward()
-    assert_identical(kept.expected, grads(kept.model))
-    assert step.report.offloaded_bytes == step.report.lanes["spill"].nbytes
-    assert kept.session._tiers.disk.store.used_bytes == 0
-
-
-def test_it_comes_back_after_the_session(kept: Kept) -> None:
-    with kept.session.step():
-        loss = loss_of(kept.model)
-        assert kept.send() > 5
-    kept.session.close()
-    loss.backward()
-    assert_identical(kept.expected, grads(kept.model))
-
-
-def test_what_somebody_holds_stays(kept: Kept) -> None:
-    with kept.session.step():
-        results: list[Tensor] = []
-        loss = kept.model(rand(1024, 16), results).square().mean()
-        kept.send()
-        assert kept.send() == 0
-        del results
-        assert kept.send() >= 4
-        loss.backward()
-    assert_identical(kept.expected, grads(kept.model))
-
-
-def test_what_was_modified_is_not_sent_and_backward_says_so(kept: Kept) -> None:
-    with kept.session.step():
-        first, second = rand(64, 64).requires_grad_() * 1, rand(64, 64).requires_grad_() * 1
-        losses = [first.sin().sum(), second.sin().sum()]
-        with torch.no_grad():
-            first.add_(1)
-        del first
-        assert kept.send() == 0  # the second is held
-        counter = second.detach()
-        counter.data = torch.empty(0)  # its version counter without its memory
-        del second
-        assert kept.send() == 1
-        with torch.no_grad():
-            counter.add_(1)
-        for loss in losses:
-            with pytest.raises((RuntimeError, ModifiedInPlaceError), match="modified by an inpl"):
-                loss.backward()
-
-
-def test_a_disk_that_is_full_leaves_it_in_memory(kept: Kept) -> None:
-    kept.session._tiers.disk.store.limit_bytes = 0
-    with kept.session.step():
-        loss = loss_of(kept.model)
-        assert kept.send() == 0
-        loss.backward()
-    assert_identical(kept.expected, grads(kept.model))
