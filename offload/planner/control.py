@@ -339,6 +339,8 @@ class Controller:
 
     def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""
+        if not rule.in_force:
+            return  # the plan was taken back, and the session may be closed
         stamp = self._clock.stamp()
         self._unseen.pop(visit.key, None)
         if visit.number < 0:  # it takes part after all

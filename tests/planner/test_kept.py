@@ -144,6 +144,15 @@ def test_many_tensors_of_one_storage_take_no_longer_each(kept: Kept) -> None:
     assert min(seconds(16_000) for _ in range(3)) < 32 * min(seconds(1000) for _ in range(3))
 
 
+def test_a_backward_after_the_session_leaves_what_it_kept(kept: Kept) -> None:
+    with kept.session.step():
+        loss = loss_of(kept.model)
+    kept.session.close()
+    kept.session._tiers.gate.limit_bytes = 0
+    loss.backward(retain_graph=True)
+    assert_identical(kept.expected, grads(kept.model))
+
+
 def test_an_interrupt_at_any_line_leaves_all_of_it_there(kept: Kept) -> None:
     tiers, left = kept.session._tiers, 0
 
