@@ -89,6 +89,8 @@ class Keeping:
         storage = aliases[0].untyped_storage()
         if _use_count(storage._cdata) > len(aliases) + 1:  # torch's object for the storage is one
             return False  # somebody else holds it: nothing would become free
+        if not storage.nbytes():
+            return False  # emptied, by one who is going to fill it again
         if any(k.version != a._version for k, a in zip(group, aliases, strict=True)):
             return False  # these are not the bytes that were saved, and unpack says so
         extent = self._disk.extent(storage.nbytes()) if self._common.error is None else None

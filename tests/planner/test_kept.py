@@ -93,6 +93,21 @@ def test_what_somebody_holds_stays(kept: Kept) -> None:
     assert_identical(kept.expected, grads(kept.model))
 
 
+def test_what_is_empty_for_a_while_stays(kept: Kept) -> None:
+    with kept.session.step():
+        x = rand(64, 64).requires_grad_()
+        storage = (y := x * 1).untyped_storage()
+        loss = y.sin().sum()
+        del y
+        held, nbytes = storage.clone(), storage.nbytes()
+        storage.resize_(0)
+        assert kept.send() == 0
+        storage.resize_(nbytes)
+        storage.copy_(held)
+        loss.backward()
+    assert_identical([rand(64, 64).cos()], [x.grad] if x.grad is not None else [])
+
+
 def test_what_was_modified_is_not_sent_and_backward_says_so(kept: Kept) -> None:
     with kept.session.step():
         first, second = rand(64, 64).requires_grad_() * 1, rand(64, 64).requires_grad_() * 1
