@@ -156,6 +156,7 @@ def test_forks_while_other_threads_allocate():
         outcome("""
 import threading
 use_pool("pool")
+tensor(1)  # a fork in the middle of torch's first call would leave its children waiting for that
 stop = threading.Event()
 def work():
     while not stop.is_set():
