@@ -177,10 +177,18 @@ def run_rounds(task: Task, modes: list[str], rounds: int, console: Console) -> R
         for number in range(rounds):
             for mode in modes:
                 progress.update(bar, description=f"round {number + 1}: {mode}")
-                arguments = json.dumps({**asdict(task), "mode": mode})
+                beside = _traffic(results["offload"][-1]) if mode == "plain+disk" else None
+                arguments = json.dumps({**asdict(task), "mode": mode, "traffic": beside})
                 results[mode].extend(worker_messages([str(WORKER), arguments]))
                 progress.advance(bar)
     return results
+
+
+def _traffic(offloaded: dict[str, Any]) -> tuple[float, float]:
+    """Bytes a second that this run wrote and read."""
+    seconds = Spread.of(offloaded["seconds"]).median
+    moved = offloaded["per_step"]
+    return moved["written_bytes"] / seconds, moved["read_bytes"] / seconds
 
 
 @click.command(epilog="Modes: " + "; ".join(f"{mode}: {what}" for mode, what in MODES.items()))
@@ -209,6 +217,8 @@ def main(
     quiet: bool,
 ) -> None:
     """Compare ways to hold activations by the time and memory of a training step."""
+    if "plain+disk" in modes and "offload" not in modes[: modes.index("plain+disk")]:
+        raise click.UsageError("mode plain+disk moves what offload did: name offload before it")
     directory = disk_dir or os.environ.get("OFFLOAD_DIR") or tempfile.gettempdir()
     try:
         session = session_options(options, engine=engine, disk_dir=directory)

@@ -13,11 +13,12 @@ gradients: activations, temporaries, staging memory and what fragmentation of th
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,12 @@ MODES = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
     "torch_save": "a hook that calls torch.save and torch.load above 1 MiB",
     "offload": "offload.Session",
+    "plain+disk": "plain+pool beside a process that writes and reads as many bytes as offload did",
     "offload+checkpoint": "offload.Session over torch.utils.checkpoint",
     "offload+selective": "offload.Session, and offload.selective around every block",
 }
 FILE_THRESHOLD_BYTES = 1 << 20
+TRAFFIC = Path(__file__).with_name("disk_traffic.py")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Task:
     seed: int
     threads: int | None = None
     session: dict[str, Any] = field(default_factory=dict)
+    traffic: tuple[float, float] | None = None  # bytes a second to write and to read, meanwhile
 
 
 class SavedFile:
@@ -106,6 +110,21 @@ class FileHooks:
         return packed.load()
 
 
+@contextmanager
+def traffic(write_rate: float, read_rate: float, directory: str) -> Iterator[None]:
+    """A process of its own moves so many bytes a second, evenly, until the context ends."""
+    arguments = [str(TRAFFIC), str(write_rate), str(read_rate), directory]
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE) as process:
+        try:
+            if process.stdout is None or not process.stdout.readline():  # it is under way
+                raise OSError("the process that moves bytes beside the training did not start")
+            yield
+            if process.poll() is not None:
+                raise OSError("the process that moves bytes beside the training has ended early")
+        finally:
+            process.kill()
+
+
 class Runner:
     """Runs the steps of one mode on one model."""
 
@@ -115,7 +134,7 @@ class Runner:
         self.checkpoints = "checkpoint" in task.mode or "selective" in task.mode
         self.options = {"context_fn": selective()} if "selective" in task.mode else {}
         self.session: Session | None = None
-        if task.mode == "plain+pool":
+        if task.mode in ("plain+pool", "plain+disk"):
             use_pool("pool")
         self.files: FileHooks | None = None
         self._open: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -178,6 +197,8 @@ def measure(task: Task) -> dict[str, Any]:
     with ExitStack() as stack:
         if runner.session is not None:
             stack.enter_context(runner.session)
+        if task.traffic is not None:
+            stack.enter_context(traffic(*task.traffic, task.session["disk_dir"]))
         runner.step(warmup)
         over_model_bytes = base.peak_growth_bytes()
         before = runner.moved()
