@@ -255,7 +255,7 @@ class Controller:
         if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
         self._recorded = done if done.assignment.record else None
-        done.waits = list(self._counters.waits)
+        done.waits = self._counters.only_waits
         self._scheme.finished(done, self._counters)
 
     # -- segments ---------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ class Counters:
         """When anything was on its way on any lane: disjoint and sorted."""
         return merged(chain.from_iterable(lane.intervals for lane in self.lanes.values()))
 
+    @property
+    def only_waits(self) -> list[Interval]:
+        """Of ``waits``, without the copies that the thread has made: those are work."""
+        copies = set(self.lanes["offload"].intervals)
+        return [wait for wait in self.waits if wait not in copies]
+
     def wait(self, kind: str, start_ns: int, end_ns: int, about: Subject) -> None:
         """Count a wait; ``kind`` is ``"stall"`` or ``"backpressure"``."""
         duration_ns = end_ns - start_ns
