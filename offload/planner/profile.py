@@ -3,8 +3,8 @@
 It is filled from passes of a model under known actions, the leanest first, so that measuring needs
 no more memory than computing one segment after the other again. Bytes are exact. Times are the
 least of what was seen, as disturbances only add, and the median over segments that save the same:
-equal blocks take equal times. Keeping adds nothing to a segment's own time; what other actions add
-is measured.
+equal blocks take equal times. A segment's own time is that of keeping all of it; what other actions
+add is measured.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ModelProfile:
         """By action, the segment's seconds: the median over those that save the same."""
         alike = [s for s in self.segments if s.kind == segment.kind]
         found = {}
-        for action in segment.seconds:
+        for action in dict.fromkeys(action for s in alike for action in s.seconds):
             rows = [s.seconds[action] for s in alike if action in s.seconds]
             forward, backward, again = (
                 statistics.median(column) for column in zip(*rows, strict=True)

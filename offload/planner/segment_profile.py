@@ -23,6 +23,7 @@ class SegmentProfile:
             and before that as the results of its operations tell; ``None``: not known.
         before: the gap between the segment before and this one.
         seconds: by action, the least seconds of forward, backward and recomputation.
+        kept: visits in which all of it stayed.
         before_seconds: between the segment before and this one.
         passing_bytes: most of it that is there at one time while its forward runs and all that it
             saves leaves, its inputs among that; ``None``: not measured.
@@ -38,6 +39,7 @@ class SegmentProfile:
     selective: dict[int, int] | None = None
     before: Gap = field(default_factory=Gap)
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    kept: int = 0
     before_seconds: float = math.inf
     passing_bytes: int | None = None
     lingering: dict[int, int] = field(default_factory=dict)
@@ -52,6 +54,10 @@ class SegmentProfile:
 
     def measured(self, action: str, forward: float, backward: float, again: float) -> None:
         """Take note of one visit's times."""
+        if action == "keep":
+            self.kept += 1
+            if self.kept == 1:  # in memory that was never touched, as what stays takes more of it
+                return
         old = self.seconds.get(action, (math.inf,) * 3)
         self.seconds[action] = (
             min(old[0], forward), min(old[1], backward), min(old[2], again),
