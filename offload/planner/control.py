@@ -322,7 +322,7 @@ class Controller:
         needs = current.assignment.needs
         if entry < len(needs):
             with self._tiers.lock:
-                self._tiers.gate.runs = entry
+                self._tiers.gate.enter(entry)
                 self._tiers.make_room(needs[entry].forward_bytes)
 
     def _mark_backward(self, current: Pass, visit: Visit, rule: _PlannedRule, result: Any) -> None:

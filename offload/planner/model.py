@@ -85,6 +85,7 @@ class Option:
         whole: all that the segment saves is there when its backward begins, as where it was kept or
             computed again. Otherwise what left is there from when it is asked for.
         pieces: of ``offload_bytes``, in the order of the forward; (): may be divided at will.
+        saves: of each storage that is saved while its forward runs, and is not small.
     """
 
     action: str
@@ -104,6 +105,7 @@ class Option:
     limit_bytes: float = 0.0
     whole: bool = True
     pieces: tuple[float, ...] = ()
+    saves: tuple[int, ...] = ()
 
     @property
     def keeps_all(self) -> bool:

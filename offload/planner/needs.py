@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offload.planner.model import Chain, Option, Segment
+from offload.planner.model import Chain, Option
 from offload.planner.predict import Walk, caps
 from offload.planner.profile import Budgets, ModelProfile
 from offload.tiers.gate import Need
@@ -66,14 +66,8 @@ def need_of(walk: Walk, i: int, room: float) -> Need:
         # Small storages and what a later segment owns are kept here as well.
         keep_bytes=int(option.resident_bytes + segment.forward_bytes + shared_bytes),
         working_bytes=-1 if _is_computed_again(option) else int(segment.backward_bytes),
-        largest_bytes=int(_largest(segment, option)),
+        saves=option.saves,
     )
-
-
-def _largest(segment: Segment, option: Option) -> float:
-    """Of what ``option`` saves: known of what leaves, and of what is kept in its place."""
-    options = [option] if _is_computed_again(option) else segment.options
-    return max((n for o in options for n in o.pieces), default=0.0)
 
 
 def _appears(walk: Walk, i: int) -> float:

@@ -103,13 +103,15 @@ class OptionsOf:
 
     def _option(self, action: str, storages: dict[int, int], leaving: dict[int, int]) -> Option:
         """To hold ``storages``, of which ``leaving`` leave."""
-        resident = sum(storages.values()) - sum(leaving.values())
-        if self.slow == "disk":
-            leaving = {k: padded(n) for k, n in leaving.items()}  # of a slot
-        away = sum(leaving.values())
         name, is_part = action.partition(":")[0], ":" in action
         kind, _, tier = name.partition("+")
         again = kind in ("recompute", "selective")
+        resident = sum(storages.values()) - sum(leaving.values())
+        # Also what others own; and inputs of the model that it is the first to save.
+        saves = {**self.segment.before.held, **(storages if again else self.saved or self.own)}
+        if self.slow == "disk":
+            leaving = {k: padded(n) for k, n in leaving.items()}  # of a slot
+        away = sum(leaving.values())
         ahead, back = self._extra(name, away)
         if is_part:  # a part costs a part
             share = away / max(1, sum(self.own.values()))
@@ -134,6 +136,7 @@ class OptionsOf:
             frees_input=away > 0,  # and its input what it saves first
             whole=again or not leaving,
             pieces=tuple(leaving.values()),
+            saves=tuple(n for n in saves.values() if n >= self.least_bytes),
         )
 
     def _while_it_leaves(

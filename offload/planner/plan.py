@@ -199,7 +199,7 @@ class Plan:
             limits = {k: math.inf if v is None else v for k, v in values["budgets"].items()}
             values["budgets"] = Budgets(**limits)
             values["rows"] = tuple(
-                PlanRow(**{**row, "need": Need(*row["need"])}) for row in values["rows"]
+                PlanRow(**{**row, "need": _need(*row["need"])}) for row in values["rows"]
             )
             values["links"] = Links(**values["links"])
             values["notes"] = tuple(values["notes"])
@@ -255,6 +255,12 @@ class Plan:
             return ""
         daily = self.written_bytes / self.seconds * SECONDS_PER_DAY / 1e12
         return f" ({daily:.1f} TB a day of training without a break)"
+
+
+def _need(*values: Any) -> Need:
+    """As JSON gives it."""
+    need = Need(*values)
+    return need._replace(saves=tuple(need.saves))
 
 
 def make_plan(

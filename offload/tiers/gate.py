@@ -25,7 +25,7 @@ class Need(NamedTuple):
     # That its backward needs beside what it saved, where all of that comes before anything of
     # another segment does; -1 where it is computed again.
     working_bytes: int = -1
-    largest_bytes: int = 0  # of a storage that it saves, as far as was measured
+    saves: tuple[int, ...] = ()  # of each storage that its forward saves, as far as was measured
 
 
 class Gate:
@@ -53,6 +53,7 @@ class Gate:
         self.runs = -1  # the segment whose forward runs; -1: none, or no plan is in force
         self._kept: dict[int, int] = {}  # bytes, by segment
         self._beyond = False  # whether a segment has more of them than it is planned to keep
+        self._to_come: list[int] = []  # bytes of each storage that it is still to save, if planned
         self._largest: dict[int, int] = {}  # bytes of a storage, by the segment that saves it
         self._used = used
 
@@ -80,14 +81,27 @@ class Gate:
         if needs is not self.needs:
             self._largest.clear()
         self.needs, self.at, self.runs, self.first = needs, -1, -1, first
+        self._to_come = []
         self._kept.clear()
         self._beyond = False
 
+    def enter(self, segment: int) -> None:
+        """The forward of ``segment`` begins."""
+        self.runs, self._to_come = segment, list(self._planned(segment))
+
+    def _planned(self, segment: int) -> tuple[int, ...]:
+        return self.needs[segment].saves if 0 <= segment < len(self.needs) else ()
+
     def note(self, nbytes: int) -> int:
-        """A storage of ``nbytes`` was saved: the largest of the segment that runs, as planned
-        or as was seen, or of all while that one is new.
+        """A storage of ``nbytes`` was saved: the largest that the segment that runs is still to
+        save. Where it does not do as planned, the largest that was planned for it or seen of it, or
+        of all while it is new.
         """
-        planned = self.needs[self.runs].largest_bytes if 0 <= self.runs < len(self.needs) else 0
+        if nbytes in self._to_come:
+            self._to_come.remove(nbytes)
+            return max(self._to_come, default=0)
+        self._to_come = []
+        planned = max(self._planned(self.runs), default=0)
         known = self._largest.get(self.runs)
         if known is None:
             self._largest[self.runs] = nbytes

@@ -78,10 +78,10 @@ class Outbound:
 
     def make_room_for_next(self, nbytes: int) -> None:
         """After ``nbytes`` were saved. On the cpu a storage counts from when it is saved, and then
-        it is too late to make room for it: the next may be as large as any of its segment.
+        it is too late to make room for it: the next may be as large as any that is to come.
         """
-        largest_bytes = self._common.gate.note(nbytes)
-        self.make_room(largest_bytes if self._common.lane.host_is_device else 0)
+        next_bytes = self._common.gate.note(nbytes)
+        self.make_room(next_bytes if self._common.lane.host_is_device else 0)
 
     def make_room(self, nbytes: int, *, surely: bool = False) -> None:
         """Wait until so many more bytes fit into the budget of device memory, or nothing leaves any

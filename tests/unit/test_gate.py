@@ -1,9 +1,11 @@
 """The budget of device memory: what may stay, and what may come back early."""
 
+from typing import Any
+
 from offload.tiers.gate import STRIDE, Gate, Need
 
 
-def need(**fields: int) -> Need:
+def need(**fields: Any) -> Need:
     names = ("forward_bytes", "backward_bytes", "room_bytes", "reserve_bytes")
     return Need(**{**dict.fromkeys(names, 0), **fields})
 
@@ -11,18 +13,26 @@ def need(**fields: int) -> Need:
 def test_the_largest_storage_to_come_is_that_of_its_segment() -> None:
     gate, needs = Gate(lambda: 0), (need(), need())
     gate.begin(needs)
-    gate.runs = 0
+    gate.enter(0)
     assert [gate.note(n) for n in (10, 30, 20)] == [10, 30, 30]
-    gate.runs = 1
+    gate.enter(1)
     assert [gate.note(n) for n in (5, 5)] == [30, 5], "new: as large as any, then its own"
     gate.begin(needs)
-    gate.runs = 0
+    gate.enter(0)
     assert gate.note(10) == 30, "the same needs: the same segments"
-    gate.begin((need(), need(largest_bytes=40)))
-    gate.runs = 0
-    assert gate.note(10) == 10
-    gate.runs = 1
-    assert [gate.note(n) for n in (10, 50, 10)] == [40, 50, 50], "a plan knows it from the first on"
+
+
+def test_a_plan_knows_what_is_still_to_come() -> None:
+    gate = Gate(lambda: 0)
+    needs = need(), need(saves=(20, 40, 10))
+    gate.begin(needs)
+    gate.enter(1)
+    assert [gate.note(n) for n in (20, 40, 10)] == [40, 10, 0]
+    assert gate.note(10) == 40, "more than that: as large as any"
+    gate.enter(1)
+    assert [gate.note(n) for n in (40, 20, 10)] == [20, 10, 0], "in another order"
+    gate.enter(1)
+    assert [gate.note(n) for n in (20, 50, 10)] == [40, 50, 50], "another: as large as any"
 
 
 def test_what_comes_early_leaves_room_for_every_segment_in_between() -> None:
