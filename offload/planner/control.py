@@ -307,6 +307,7 @@ class Controller:
         current.open = visit
         if assigned.record:
             visit.lingering = self._observer.lingering(current)
+            self._observer.note_collected(current.visits[:-2])  # the last may be its input
             self._observer.begin_peak(visit)
         visit.entered = self._clock.stamp()
         return visit

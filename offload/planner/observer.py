@@ -6,6 +6,7 @@ do: what is saved, and the slots that it passes through.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,6 +67,11 @@ class Observer:
 
         return Selected(note)
 
+    def note_collected(self, visits: Iterable[Visit]) -> None:
+        """Of what selective regions would hold, what is alive though they are past."""
+        for visit in visits if self.is_cpu else ():  # else what is being copied would seem to be
+            visit.collected.update(self.living(visit.selected))
+
     def note_held(self, current: Pass, storage: torch.UntypedStorage) -> None:
         """The session is about to take, or leave, what is saved."""
         visit, saved = current.open, current.after.saved
@@ -80,6 +86,7 @@ class Observer:
                 self._note_passing(visit, storage)
         else:
             current.after.lingering.update(self.lingering(current))
+            self.note_collected(current.visits[:-1])
         saved.setdefault(self._ids.of(storage), storage.nbytes())
 
     def _note_passing(self, visit: Visit, storage: torch.UntypedStorage) -> None:

@@ -84,7 +84,8 @@ class OptionsOf:
         return self._option(action, storages, {})
 
     def _away(self, action: str, storages: dict[int, int]) -> Option:
-        leaving = {k: n for k, n in storages.items() if n >= self.least_bytes}
+        stays = self.segment.collected if action.startswith("selective") else set()
+        leaving = {k: n for k, n in storages.items() if n >= self.least_bytes and k not in stays}
         return self._option(action, storages, leaving)
 
     def _partly(self, tier: str, share: float) -> Option:

@@ -143,6 +143,7 @@ class Visit:
         held: bytes of each storage that is handed over to be held: what the action leaves of them.
         selected: the same of the results that a selective region would hold, where that was looked
             at.
+        collected: of ``selected``, what somebody still held when the segment after next ran.
         spans: the first and the last operation that saves each of ``saved``, by their numbers.
         before: the gap between the segment before and this one.
         lingering: bytes of each storage that others save to compute it again, and somebody else
@@ -165,6 +166,7 @@ class Visit:
     saved: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
     selected: dict[int, int] = field(default_factory=dict)
+    collected: set[int] = field(default_factory=set)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     before: Gap = field(default_factory=Gap)
     lingering: dict[int, int] = field(default_factory=dict)

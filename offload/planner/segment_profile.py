@@ -21,6 +21,8 @@ class SegmentProfile:
         spans: the first and the last operation that saves each of ``saved``.
         selective: the same of what is held where only what is cheap is computed again: as measured,
             and before that as the results of its operations tell; ``None``: not known.
+        collected: of those, results that are in other hands while later segments run, as far as
+            only the results tell.
         before: the gap between the segment before and this one.
         seconds: by action, the least seconds of forward, backward and recomputation.
         kept: visits in which all of it stayed.
@@ -37,6 +39,7 @@ class SegmentProfile:
     boundary: dict[int, int] = field(default_factory=dict)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     selective: dict[int, int] | None = None
+    collected: set[int] = field(default_factory=set)
     before: Gap = field(default_factory=Gap)
     seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     kept: int = 0
@@ -79,6 +82,7 @@ class SegmentProfile:
             self.backward_peak_bytes = visit.backward_peak_bytes
             if visit.selected:
                 self.selective = {**visit.held, **visit.selected}
+                self.collected = visit.collected - visit.held.keys()
         elif kind == "selective" and visit.held:
             self.selective = visit.held
         elif visit.passing_bytes:

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.planning import measure_model
+from offload.planner.needs import uniform_choice
+from offload.planner.plan import make_plan
+from offload.planner.predict import Walk
+from offload.planner.profile import Budgets
+from offload.planner.solve import Solution
+from offload.planning import NO_LIMIT, measure_model
 from tests.conftest import Opener
 from tests.planner.test_peaks import timed
 from tests.support import assert_identical, grads, rand
@@ -242,3 +247,43 @@ def test_depths_that_change_from_step_to_step(
                 assert_identical(expected, grads(*model.blocks[: model.depth]))
         assert plan != plans[1] or step.report.peak_live_bytes <= budget
         session.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_that_are_collected_do_not_leave(kind: str, open_session: Opener) -> None:
+    """Not by a selective region either, before one was measured."""
+    model, x = Odd(16, kind), rand(200, 16)
+    session = open_session(device="cpu")
+    with session.apply(model, "auto", device_budget=NO_LIMIT) as planned:
+        with session.step():
+            run(model, x)
+        assert planned.auto is not None and planned.auto.newest is not None
+        chain = planned.auto.newest.profile.chain(Budgets(NO_LIMIT))
+    stays = [
+        o.resident_bytes for s in chain.segments for o in s.options if o.action == "selective+disk"
+    ]
+    # The others' results are of no expensive operation, or nobody has them any more.
+    collected = x.nbytes if kind in ("skip", "every", "kept", "late") else 0
+    assert stays[:3] == [collected] * 3
+
+
+@pytest.mark.parametrize("action", ["disk", "recompute+disk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_action_for_all(kind: str, action: str, open_session: Opener) -> None:
+    """Also those that a search may choose seldom need no more than they say."""
+    model, x = Odd(16, kind), rand(200, 16)
+    found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
+    chain = found.chain(NO_LIMIT)
+    choice = uniform_choice(chain, action)
+    walk = Walk(chain, choice)
+    budget = int(chain.device_bytes - min(*walk.forward_rooms, *walk.backward_rooms)) + 1
+    budgets = replace(found.budgets, device_bytes=budget)
+    solution = Solution(choice, 0.0, 0.0, 0.0, "given")
+    chain = replace(chain, device_bytes=budget)
+    plan = make_plan(found.study.profile, budgets, chain, solution, found.signature)
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, plan):
+        for _ in range(3):
+            with session.step() as step:
+                run(model, x)
+            assert step.report.peak_live_bytes <= budget
