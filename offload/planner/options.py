@@ -155,7 +155,8 @@ class OptionsOf:
             return last, resident + away + lean, lean, away
         # Original and slot are both there while one is copied to the other, perhaps at the end of
         # a forward that still uses all that it saved.
-        present, beside = resident + away + largest, 2 * largest
+        present = resident + away + largest
+        beside = min(2 * largest, away + largest - last)  # ``last`` waits, and is counted there
         passing = self.segment.passing_bytes if leaving and not again else None
         if passing is not None:  # it was seen what is there at one time, with all that is small
             small = sum(n for n in self.own.values() if n < self.least_bytes)

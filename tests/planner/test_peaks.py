@@ -107,6 +107,26 @@ def test_predicted_and_measured(
     assert sorted(map(abs, errors))[len(errors) // 2] < 0.03
 
 
+def test_what_waits_to_leave_counts_once(tmp_path: Path, open_session: Opener) -> None:
+    """Of the largest storage, which a head saves last, the original and its slot are there."""
+    model, x, wide = Stack(), rand(64, 64), rand(64, 1024).requires_grad_()
+
+    def step() -> None:
+        (model(x) @ wide).exp().sum().backward()
+
+    options: dict[str, Any] = {"device": "cpu", "min_offload_bytes": 0, "prefetch_bytes": 0}
+    found = timed(
+        measure_model(model, step, _engine=engine(tmp_path), disk_dir=tmp_path, **options), 0.01
+    )
+    plan = found.uniform("disk")
+    session = open_session(_engine=engine(tmp_path), **options)
+    with session.apply(model, plan):
+        for _ in range(2):
+            with session.step() as done:
+                step()
+    assert done.report.peak_live_bytes == pytest.approx(plan.peak_bytes, rel=0.1)
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "long-tiny", "vision-tiny"])
 def test_what_offloading_everything_takes_can_be_planned_for(
     name: str, tmp_path: Path, open_session: Opener
