@@ -19,7 +19,7 @@ from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
-JSON_FORMAT = 2
+JSON_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,6 @@ class Plan:
             made = json.loads(text)
             if made["format"] != JSON_FORMAT:
                 raise PlanError(f"a plan of format {made['format']}; this reads {JSON_FORMAT}")
-            made.setdefault("before_bytes", 0)  # a plan of an earlier version
             values = {f.name: made[f.name] for f in fields(cls)}
             limits = {k: math.inf if v is None else v for k, v in values["budgets"].items()}
             values["budgets"] = Budgets(**limits)
