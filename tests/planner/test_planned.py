@@ -1,6 +1,7 @@
 """Sessions that plan: the same bits, within the budget, in real steps of real models."""
 
 import contextlib
+import json
 import warnings
 from typing import Any
 
@@ -230,6 +231,9 @@ def test_plans_are_kept_compared_and_for_one_model(open_session: Opener) -> None
     assert "blocks.0" in str(lean)
     with pytest.raises(PlanError, match="is no plan"):
         offload.Plan.from_json("{}")
+    earlier = {**lean.to_dict(), "format": lean.to_dict()["format"] - 1}
+    with pytest.raises(PlanError, match=r"a plan of format \d+; this reads"):
+        offload.Plan.from_json(json.dumps(earlier))
     session = open_session(device="cpu", device_budget=1 << 20)
     with pytest.raises(PlanError, match=r"with a module 'blocks\.0'"):
         session.apply(nn.Linear(2, 2), lean)
