@@ -10,12 +10,17 @@ the generator is put where it was after the operation, or what is drawn next wou
 [Note: results leave one operation late] What is modified in place mostly is so at once, by the
 rectifier after a convolution. So a result is handed to the hooks when the next one comes, or the
 region ends, and what has been modified by then is not copied for nothing.
+
+[Note: a recomputation ends early] With the last tensor that backward needs, and it asks for no
+result after that. So those are not held: where a block's last product is the next one's input, its
+bytes would stay through two backwards. Without ``early_stop`` these operations run again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +31,7 @@ from offload.hooks import Hooks, is_of_checkpoint
 from offload.live import HookPair, storage_of
 from offload.weak import VersionWitness
 
-__all__ = ["Cells", "Demand", "Draw", "random_state"]
+__all__ = ["Cells", "Draw", "random_state"]
 
 
 class Draw(NamedTuple):
@@ -132,31 +137,6 @@ class _Held(NamedTuple):
         return tensor.detach()
 
 
-class Demand:
-    """Which results recomputations have asked for.
-
-    They end with the last tensor that backward needs, and ask for no result after that: from the
-    second time on those are not held. A wrong guess costs one run of the operation, and is the last
-    of its kind.
-    """
-
-    def __init__(self) -> None:
-        self._asked: set[tuple[Any, int]] = set()
-        self._passed_over: set[tuple[Any, int]] = set()
-
-    def expects(self, operation: Any, index: int) -> bool:
-        """Whether the result of this call may be asked for."""
-        return (operation, index) not in self._passed_over or (operation, index) in self._asked
-
-    def asked(self, operation: Any, index: int) -> None:
-        """It was."""
-        self._asked.add((operation, index))
-
-    def passed_over(self, operation: Any, index: int) -> None:
-        """A recomputation ended without it."""
-        self._passed_over.add((operation, index))
-
-
 class Cells:
     """The calls of one region, in the order they were made.
 
@@ -165,8 +145,7 @@ class Cells:
     the same as keeping.
     """
 
-    def __init__(self, demand: Demand) -> None:
-        self._demand = demand
+    def __init__(self) -> None:
         pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if is_of_checkpoint(pair):
             pair = None
@@ -178,19 +157,28 @@ class Cells:
         self._node = torch._C._autograd._get_sequence_nr() - 1
         self._calls: dict[Any, list[Call | None]] = {}  # by operation
         self._ordered: list[Call] = []
+        self._wanted: int | None = None  # of those, the ones before the last tensor that was saved
         self._leaving: Call | None = None  # see Note: results leave one operation late
         self._owners: defaultdict[int, list[Call]] = defaultdict(list)  # by storage
 
+    def counted(self, pair: HookPair) -> HookPair:
+        """``pair``, checkpoint's for this region; see Note: a recomputation ends early."""
+        pack, unpack = pair
+        self._wanted = 0
+
+        @functools.wraps(pack)  # with all that it is known by
+        def counting(tensor: Tensor) -> object:
+            self._wanted = len(self._ordered)
+            return pack(tensor)
+
+        return counting, unpack
+
     def add(self, operation: Any, result: object, draw: Draw | None, *, offload: bool) -> None:
         """Hold a result for the recomputation."""
-        calls = self._calls.setdefault(operation, [])
-        if not self._demand.expects(operation, len(calls)):
-            calls.append(None)
-            return
         call = Call(result, draw)
         if offload:
             self._offload(call)
-        calls.append(call)
+        self._calls.setdefault(operation, []).append(call)
         self._ordered.append(call)
         for leaf in pytree.tree_leaves(result):
             storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
@@ -217,6 +205,9 @@ class Cells:
 
     def close(self) -> None:
         """The forward is over."""
+        if self._wanted is not None:
+            for call in self._ordered[self._wanted :]:
+                call.drop()
         self._offload(None)
         self._owners.clear()  # addresses of storages that may die now
         self._ordered = [c for c in self._ordered if c.usable]  # what is not lets go of its memory
@@ -226,18 +217,11 @@ class Cells:
         if self._hooks is not None:
             self._hooks.recall([p for call in self._ordered if call.usable for p in call.packed])
 
-    def asked(self, counts: Mapping[Any, int]) -> None:
-        """The recomputation is over, and has made so many calls."""
-        for operation, calls in self._calls.items():
-            for index in range(counts.get(operation, 0), len(calls)):
-                self._demand.passed_over(operation, index)
-
     def find(self, operation: Any, index: int) -> Call | None:
         """The cell of the operation's call with this number, if it may be used."""
         calls = self._calls.get(operation)
         if calls is None or index >= len(calls):
             return None
-        self._demand.asked(operation, index)
         call = calls[index]
         return call if call is not None and call.usable else None
 

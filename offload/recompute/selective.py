@@ -18,10 +18,12 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.recompute.cells import Cells, Demand, Draw, random_state
+from offload.hooks import is_of_checkpoint
+from offload.recompute.cells import Cells, Draw, random_state
 from offload.recompute.checkpoint import ContextFn
 from offload.recompute.modes import IGNORED, RegionMode
 
@@ -85,9 +87,8 @@ def selective(
             norms, activations and dropout, is recomputed.
 
     Returns:
-        The ``context_fn``, for any number of regions. It learns from them which results no
-        recomputation asks for, as they come after the last tensor that backward needs, and stops
-        holding those: where regions differ much, one for each kind does best.
+        The ``context_fn``, for any number of regions. Results after the last tensor that backward
+        needs are not held, as no recomputation asks for them.
 
     Raises:
         TypeError: something in a list is no operation, or ``policy_fn`` cannot be called.
@@ -114,7 +115,7 @@ def selective(
             raise ValueError("give either a policy_fn or lists of operations, not both")
         if not callable(policy_fn):
             raise TypeError(f"policy_fn is {policy_fn!r}; give a function")
-        return functools.partial(_contexts, Demand(), None, policy_fn)
+        return functools.partial(_contexts, None, policy_fn)
     kept, again = _overloads("save", save), _overloads("recompute", recompute)
     named = _overloads("offload", offload) if offload is not None else None
     offloaded = named if named is not None else _expensive() - kept - again
@@ -123,7 +124,7 @@ def selective(
             listed = ", ".join(sorted(str(op) for op in a & b))
             raise ValueError(f"{listed}: in two lists; name an operation in one")
     fates = dict.fromkeys(offloaded, _Fate.OFFLOAD) | dict.fromkeys(kept, _Fate.KEEP)
-    return functools.partial(_contexts, Demand(), fates, None)
+    return functools.partial(_contexts, fates, None)
 
 
 @functools.cache
@@ -150,7 +151,7 @@ def _overloads(argument: str, operations: Iterable[Any]) -> set[Any]:
 
 
 def _contexts(
-    demand: Demand, fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
+    fates: dict[Any, _Fate] | None, policy_fn: PolicyFn | None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """One for the forward, one for the recomputation."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -159,7 +160,7 @@ def _contexts(
         policy = functools.partial(_traced, fates, policy_fn)
         made = torch_checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         return made[0], made[1]
-    cells = Cells(demand)
+    cells = Cells()
     return _Forward(cells, fates, policy_fn), _Recompute(cells)
 
 
@@ -196,9 +197,20 @@ class _Forward(RegionMode):  # type: ignore[no-untyped-call]
         self._cells = cells
         self._fates = fates
         self._policy_fn = policy_fn
+        self._counting: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Any:
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if is_of_checkpoint(pair):
+            self._counting = saved_tensors_hooks(*self._cells.counted(pair))
+            self._counting.__enter__()
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        counting, self._counting = self._counting, None
+        if counting is not None:
+            counting.__exit__(*exc)
         self._cells.close()
 
     def __torch_dispatch__(
@@ -272,10 +284,6 @@ class _Recompute(RegionMode):  # type: ignore[no-untyped-call]
         self._calls.clear()  # it may be entered again, for a retained graph
         self._cells.recall()
         return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._cells.asked(self._calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

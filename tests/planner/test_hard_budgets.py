@@ -267,7 +267,9 @@ def test_results_that_are_collected_do_not_leave(kind: str, open_session: Opener
     assert stays[:3] == [collected] * 3
 
 
-@pytest.mark.parametrize("action", ["disk", "recompute+disk"])
+@pytest.mark.parametrize(
+    "action", ["disk", "recompute+disk", "selective+disk", "recompute", "selective+keep"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_action_for_all(kind: str, action: str, open_session: Opener) -> None:
     """Also those that a search may choose seldom need no more than they say."""

@@ -1,6 +1,7 @@
 """What is held of a selective region: where it is, until when, and whether it may be used."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -127,15 +128,15 @@ def test_cells_start_back_where_the_input_is_kept(
 
 
 def test_results_that_nobody_asks_for(session: Session) -> None:
-    """A recomputation ends before the last product: the next forward does not hold it."""
+    """A recomputation ends before the last product: not even the first forward holds it."""
     a, b, c = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
-    context_fn = offload.selective()
 
-    def step(region: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    def step(region: Callable[[Tensor], Tensor], **options: Any) -> tuple[int, int]:
         x = rand(4, 16).requires_grad_()
+        context_fn = offload.selective()
         with FlopCounterMode(display=False) as counter, session.step() as step:
-            offload.checkpoint(region, x, context_fn=context_fn).sum().backward()
-        return step.report.offloaded_bytes, counter.get_total_flops()
+            offload.checkpoint(region, x, context_fn=context_fn, **options).sum().backward()
+        return step.report.offloaded_bytes, counter.get_total_flops() // (2 * 4 * 16)
 
     def block(x: Tensor) -> Tensor:
         return x + b(a(x).relu())
@@ -143,13 +144,29 @@ def test_results_that_nobody_asks_for(session: Session) -> None:
     def longer(x: Tensor) -> Tensor:
         return c(b(a(x).relu()))
 
-    (first, flops), (second, again) = step(block), step(block)
-    assert (first, second) == (4 * (16 + 32 + 16) * 4, 4 * (16 + 32) * 4)
-    assert flops == again
-    _, guessed = step(longer)  # the same operation's second result is wanted here
-    offloaded, known = step(longer)
-    assert guessed - known == 2 * 4 * 32 * 16
-    assert offloaded == 4 * (16 + 32 + 16 + 16) * 4 - 4 * 16 * 4  # its third is not
+    assert step(block) == (4 * (16 + 32) * 4, 3 * (32 + 32))
+    assert step(longer) == (4 * (16 + 32 + 16) * 4, 3 * (32 + 32 + 16))
+    # To the end, it runs it again.
+    assert step(block, early_stop=False) == (4 * (16 + 32) * 4, 3 * (32 + 32) + 32)
+
+
+def test_results_that_nobody_asks_for_do_not_stay() -> None:
+    """Nor those that were to be kept, nor several in a row."""
+    a, b = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+    x = rand(4, 16).requires_grad_()
+    frozen = rand(4, 16)
+
+    def region(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return a(x.sin()), b(frozen), b(frozen + 1)
+
+    out, *others = offload.checkpoint(
+        region, x, context_fn=offload.selective(save=[aten.mm, aten.addmm])
+    )
+    died = [weakref.ref(t.untyped_storage()) for t in (out, *others)]
+    grad_fn = out.grad_fn
+    del out, others
+    assert [r() for r in died] == [None] * 3
+    assert grad_fn is not None
 
 
 def test_retained_graph(session: Session) -> None:
