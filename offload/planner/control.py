@@ -337,6 +337,7 @@ class Controller:
         if not marked or unknown or self._unseen[visit.key] >= _LEFT_OUT:
             current.visits.remove(visit)  # it takes no part in backward, or none that is planned
             visit.number = -1
+            current.after = visit.before  # that gap goes on
 
     def _backward(self, current: Pass, visit: Visit, rule: _PlannedRule) -> None:
         """The gradient of the segment's result is there."""

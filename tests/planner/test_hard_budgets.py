@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offload.planner.needs import uniform_choice
-from offload.planner.plan import make_plan
+from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import Walk
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution
-from offload.planning import NO_LIMIT, measure_model
+from offload.planning import NO_LIMIT, Measurement, measure_model
 from tests.conftest import Opener
 from tests.planner.test_peaks import timed
 from tests.support import assert_identical, grads, rand
@@ -267,6 +267,17 @@ def test_results_that_are_collected_do_not_leave(kind: str, open_session: Opener
     assert stays[:3] == [collected] * 3
 
 
+def claimed(found: Measurement, choice: tuple[int, ...]) -> tuple[Plan, int]:
+    """The plan of these options, and the least budget that it says it keeps."""
+    chain = found.chain(NO_LIMIT)
+    walk = Walk(chain, choice)
+    budget = int(chain.device_bytes - min(*walk.forward_rooms, *walk.backward_rooms)) + 1
+    budgets = replace(found.budgets, device_bytes=budget)
+    solution = Solution(choice, 0.0, 0.0, 0.0, "given")
+    chain = replace(chain, device_bytes=budget)
+    return make_plan(found.study.profile, budgets, chain, solution, found.signature), budget
+
+
 @pytest.mark.parametrize(
     "action", ["disk", "recompute+disk", "selective+disk", "recompute", "selective+keep"]
 )
@@ -275,14 +286,7 @@ def test_one_action_for_all(kind: str, action: str, open_session: Opener) -> Non
     """Also those that a search may choose seldom need no more than they say."""
     model, x = Odd(16, kind), rand(200, 16)
     found = measure_model(model, lambda: run(model, x), device="cpu", min_offload_bytes=0)
-    chain = found.chain(NO_LIMIT)
-    choice = uniform_choice(chain, action)
-    walk = Walk(chain, choice)
-    budget = int(chain.device_bytes - min(*walk.forward_rooms, *walk.backward_rooms)) + 1
-    budgets = replace(found.budgets, device_bytes=budget)
-    solution = Solution(choice, 0.0, 0.0, 0.0, "given")
-    chain = replace(chain, device_bytes=budget)
-    plan = make_plan(found.study.profile, budgets, chain, solution, found.signature)
+    plan, budget = claimed(found, uniform_choice(found.chain(NO_LIMIT), action))
     session = open_session(device="cpu", device_budget=budget)
     with session.apply(model, plan):
         for _ in range(3):

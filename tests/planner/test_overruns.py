@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from offload.engines import PAGE_BYTES
 from offload.errors import OffloadWarning
 from offload.planner.plan import Plan
-from offload.planning import Measurement, measure_model
+from offload.planning import NO_LIMIT, Measurement, measure_model
 from offload.report import StepReport
 from offload.session import Session
 from offload.units import format_bytes
 from tests.conftest import Opener
+from tests.planner.test_hard_budgets import claimed
 from tests.planner.test_peaks import timed
 from tests.support import assert_identical, rand
 
@@ -270,6 +271,30 @@ def test_blocks_that_are_cut_off_are_not_waited_for(share: float, open_session: 
     for plan in ("auto", found.plan(at(found, share))):
         reports = trained(Net(detached=2), plain, plan, at(found, share), open_session)
         assert max(r.peak_live_bytes for r in reports) <= at(found, share)
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        ("recompute", "disk", "keep"),
+        ("disk", "recompute+disk", "disk"),
+        ("selective+disk", "keep", "disk"),
+        ("disk", "disk", "disk"),
+    ],
+)
+def test_the_batch_counts_behind_blocks_that_are_cut_off(
+    actions: tuple[str, ...], open_session: Opener
+) -> None:
+    """The caller holds it, and they have saved it."""
+    found = measured(Net(detached=2), plain)
+    segments = found.chain(NO_LIMIT).segments
+    ours = iter(actions)
+    wanted = ["keep" if s.is_gap else next(ours) for s in segments]
+    offered = [[o.action for o in s.options] for s in segments]
+    choice = tuple(names.index(a) for names, a in zip(offered, wanted, strict=True))
+    plan, budget = claimed(found, choice)
+    reports = trained(Net(detached=2), plain, plan, budget, open_session)
+    assert max(r.peak_live_bytes for r in reports) <= budget
 
 
 def test_blocks_that_are_cut_off_for_a_while(open_session: Opener) -> None:
