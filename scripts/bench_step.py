@@ -184,11 +184,12 @@ def run_rounds(task: Task, modes: list[str], rounds: int, console: Console) -> R
     return results
 
 
-def _traffic(offloaded: dict[str, Any]) -> tuple[float, float]:
-    """Bytes a second that this run wrote and read."""
+def _traffic(offloaded: dict[str, Any]) -> tuple[float, float] | None:
+    """Bytes a second that this run wrote and read; ``None`` if it moved nothing."""
     seconds = Spread.of(offloaded["seconds"]).median
     moved = offloaded["per_step"]
-    return moved["written_bytes"] / seconds, moved["read_bytes"] / seconds
+    rates = moved["written_bytes"] / seconds, moved["read_bytes"] / seconds
+    return rates if any(rates) else None
 
 
 @click.command(epilog="Modes: " + "; ".join(f"{mode}: {what}" for mode, what in MODES.items()))

@@ -31,10 +31,12 @@ MOST_LATE_SECONDS = 2
 
 @click.command()
 @click.argument("write_rate", type=click.FloatRange(min=0))
-@click.argument("read_rate", type=click.FloatRange(min=0, min_open=True))
+@click.argument("read_rate", type=click.FloatRange(min=0))
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, writable=True))
 def main(write_rate: float, read_rate: float, directory: str) -> None:
     """Write and read so many bytes a second in DIRECTORY, until killed."""
+    if write_rate + read_rate <= 0:
+        raise click.UsageError("both rates are 0: nothing would move")
     file = _native.File(directory)
     file.reserve(FILE_BLOCKS * BLOCK_BYTES)
     queue = _native.Queue(file)
