@@ -94,12 +94,12 @@ class Gate:
 
     def note(self, nbytes: int) -> int:
         """A storage of ``nbytes`` was saved: the largest that the segment that runs is still to
-        save. Where it does not do as planned, the largest that was planned for it or seen of it, or
-        of all while it is new.
+        save. Where it does not do as planned, or once did not, the largest that was planned for it
+        or seen of it, or of all while it is new.
         """
         if nbytes in self._to_come:
             self._to_come.remove(nbytes)
-            return max(self._to_come, default=0)
+            return max(*self._to_come, self._largest.get(self.runs, 0), 0)
         self._to_come = []
         planned = max(self._planned(self.runs), default=0)
         known = self._largest.get(self.runs)
