@@ -1,4 +1,4 @@
-"""Block: the bytes of one storage, and where they are. Ticket: a saved tensor's claim on one.
+"""Block: the bytes of one storage, and where they are.
 
     state        host slot     disk extent    leaves by
     LIVE                                      offload -> OFFLOADING; write_through -> DISK
@@ -26,6 +26,7 @@ is used again under a running transfer.
 import itertools
 import weakref
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 
@@ -33,7 +34,6 @@ from offload.budget import Reservation
 from offload.engines import Request, Slot, padded
 from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
-from offload.layout import TensorLayout
 from offload.placement import Placement
 from offload.store import DiskStore, Extent
 from offload.trace import Subject
@@ -55,65 +55,13 @@ _block_ids = itertools.count()
 _FEW_TICKETS = 16
 
 
-class Ticket:
-    """What autograd holds in place of a saved tensor: how it views a block, and a claim on that
-    block.
-    """
+class Claim(Protocol):
+    """What a block knows of a ticket for it."""
 
-    __slots__ = ("__weakref__", "block", "layout", "member", "ordinal", "served", "tape", "witness")
+    served: int  # the block's generation that it was last served from
 
-    def __init__(
-        self,
-        block: "Block",
-        layout: TensorLayout,
-        witness: VersionWitness,
-        member: "Member | None" = None,
-    ) -> None:
-        self.block = block
-        self.layout = layout
-        self.witness = witness
-        self.member = member  # of the block, if that is a bundle
-        self.served = 0  # the block's generation that this ticket was last served from
-        self.tape: object = None  # the forward it belongs to and its place there: the prefetcher's
-        self.ordinal = 0
-        block.claim(self)
-
-
-class Bundle:
-    """Several storages in one block (``offload.bundles``); its members hold it."""
-
-    __slots__ = ("__weakref__", "block", "end", "member_bytes", "node", "ordinal", "tape", "where")
-
-    def __init__(self, block: "Block", where: object) -> None:
-        self.block = block
-        self.where = where  # its members are to wait, and what they come from
-        self.end = 0  # bytes in use
-        self.member_bytes = 0  # that this step counts as kept
-        self.node = 0  # the number of the operation that saved the newest member
-        self.tape: object = None  # as a ticket's, which it stands for
-        self.ordinal = 0
-
-
-class Member:
-    """A storage in a bundle."""
-
-    __slots__ = ("__weakref__", "_origin", "begin", "bundle", "nbytes")
-
-    def __init__(self, bundle: Bundle, begin: int, storage: torch.UntypedStorage) -> None:
-        self.bundle = bundle
-        self.begin = begin  # bytes from the bundle's first
-        self.nbytes = storage.nbytes()
-        self._origin = StorageRef(storage)  # held, and asked first, for the reasons of a block's
-
-    def storage(self, bundle: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The original if it is alive still, else its bytes in ``bundle``. That is a storage of its
-        own, which begins and ends where the original did, as backward may go by that.
-        """
-        origin = self._origin.storage()
-        if origin is not None and origin.nbytes() == self.nbytes:
-            return origin
-        part: torch.UntypedStorage = bundle[self.begin : self.begin + self.nbytes]
-        return part
+    def asks(self) -> Subject:
+        """``Block.subject``, with what of backward asks for it now."""
 
 
 class Block:
@@ -169,7 +117,7 @@ class Block:
         self.foreign = False  # made by no operation of the graph: a batch of data, for instance
         self.state = State.LIVE
         self.witness = witness
-        self.tickets: list[weakref.ref[Ticket]] = []
+        self.tickets: list[weakref.ref[Claim]] = []
         self._served = 0  # of those, from the first: dead, or served from this generation
         self._prune_at = _FEW_TICKETS
         self.generation = 0  # counts reloads
@@ -188,12 +136,6 @@ class Block:
         # somebody keeps it alive.
         self._origin = StorageRef(storage)
         self._device_ref = self._origin
-
-    def asked_by(self, ticket: Ticket) -> Subject:
-        """``subject``, with the operator of backward that asks now and the tensor it wants."""
-        node = torch._C._current_autograd_node()
-        operator = node.name() if node is not None else ""
-        return self.subject._replace(operator=operator, tensor=ticket.layout)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -380,7 +322,7 @@ class Block:
         """Whether a reload has completed, and not only been started."""
         return self._arrived.done()
 
-    def serve(self, lane: Lane, ticket: Ticket, storage: torch.UntypedStorage) -> None:
+    def serve(self, lane: Lane, ticket: Claim, storage: torch.UntypedStorage) -> None:
         """Order ``storage``, which is the resident one, before the caller's work. Counts ``ticket``
         as served, and lets a reloaded copy go once every ticket has been.
 
@@ -392,7 +334,7 @@ class Block:
         if self.state is State.LIVE or self.state is State.OFFLOADING:
             return  # the original is the only copy, and autograd has ordered its streams
         if storage._cdata == self._device_ref.cdata != self._origin.cdata:
-            lane.before_use(storage, self._arrived, lambda: self.asked_by(ticket))
+            lane.before_use(storage, self._arrived, ticket.asks)
         if self._all_served():
             self._device = None
 
@@ -401,7 +343,7 @@ class Block:
         if self.generation and self.reservation is None and self._all_served():
             self._device = None
 
-    def claim(self, ticket: Ticket) -> None:
+    def claim(self, ticket: Claim) -> None:
         """Count ``ticket`` among those that are to be served."""
         if len(self.tickets) >= self._prune_at:
             self._prune()

@@ -17,13 +17,14 @@ import weakref
 
 import torch
 
-from offload.block import Block, Bundle, Member
+from offload.block import Block
 from offload.config import Config
 from offload.placement import Placement
 from offload.prefetch import Prefetcher
 from offload.registry import Key, Registry
 from offload.report import Counters
 from offload.scopes import Scopes
+from offload.tickets import Bundle, Member
 from offload.tiers import Tiers
 from offload.weak import VersionWitness
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from offload.block import Block, Ticket
+from offload.block import Block
 from offload.bundles import MEMBERS, Bundles
 from offload.config import Config
 from offload.dtensor import Wrapper, part_of
@@ -26,6 +26,7 @@ from offload.placement import Placement, Policy, SavedTensor, next_tier, offload
 from offload.prefetch import Prefetcher
 from offload.report import Counters
 from offload.scopes import Scopes
+from offload.tickets import Ticket
 from offload.tiers import Kept, Tiers
 from offload.weak import VersionWitness, modified_in_place
 

@@ -8,8 +8,9 @@ from typing import TypeGuard
 
 import torch
 
-from offload.block import Block, State, Ticket
+from offload.block import Block, State
 from offload.budget import Budget, Reservation
+from offload.tickets import Ticket
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound
@@ -210,7 +211,7 @@ class Inbound:
             with (
                 contextlib.nullcontext()
                 if is_here
-                else self._common.waiting("stall", block.asked_by(ticket))
+                else self._common.waiting("stall", ticket.asks())
             ):
                 block.settle_fetch()
         except OSError as e:

@@ -18,7 +18,7 @@ LAYERS = [
     {"store", "lanes"},
     {"probe"},
     {"block", "placement"},
-    {"dtensor", "registry"},
+    {"dtensor", "registry", "tickets"},
     {"bundles", "hooks", "prefetch", "recompute", "report", "reporter", "tiers"},
     {"agreement", "distributed"},
     {"planner"},
