@@ -38,7 +38,7 @@ this free of races; each is one method.
     merely been queued: here the host waits.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -130,19 +130,19 @@ class AcceleratorLane:
         self._engine = engine
         self._checked = isinstance(order, CheckedOrder)
         self._sides: dict[torch.device, _Side] = {}
-        self._computing: set[tuple[torch.device, int]] = set()  # streams that packed something
+        # Streams that packed something, and the default one: others may pack what it allocated.
+        self._computing = defaultdict[torch.device, set[int]](lambda: {_DEFAULT_STREAM})
         self._watched: deque[_Watched] = deque(maxlen=_MAX_WATCHED)
         self._clocked: set[torch.device] = set()  # whose origin has passed
 
     # -- out --------------------------------------------------------------------------------------
 
     def saw(self, device: torch.device) -> None:
-        self._computing.add((device, torch.accelerator.current_stream(device).stream_id))
+        self._caller(device)
 
     def produced(self, storage: torch.UntypedStorage) -> object:
         source = _bytes_of(storage)
-        producer = torch.accelerator.current_stream(storage.device)
-        self._computing.add((storage.device, producer.stream_id))
+        producer = self._caller(storage.device)
         if self._several_compute(storage.device):
             self._hand_over(source)  # how the user's streams order each other is not seen here
         self._touches(producer, source, write=True, what="computing a saved tensor")
@@ -152,8 +152,7 @@ class AcceleratorLane:
         self, source: torch.UntypedStorage, target: torch.UntypedStorage, begin: int, foreign: bool
     ) -> None:
         read = _bytes_of(source)
-        current = torch.accelerator.current_stream(source.device)
-        self._computing.add((source.device, current.stream_id))
+        current = self._caller(source.device)
         _bytes_of(target)[begin : begin + source.nbytes()].copy_(read)
         if foreign or self._several_compute(source.device):
             read.record_stream(current)  # its memory may belong to another stream
@@ -290,10 +289,8 @@ class AcceleratorLane:
         self.order.wait(copied.stream, copied.mark)
 
     def _several_compute(self, device: torch.device) -> bool:
-        """Whether memory of the device may belong to a stream other than the one that packs it. The
-        default stream always counts: what it allocated may be packed elsewhere only.
-        """
-        return len(self._computing | {(device, _DEFAULT_STREAM)}) > 1
+        """Whether memory of the device may belong to a stream other than the one that packs it."""
+        return len(self._computing[device]) > 1
 
     def _leave_to_allocator(self, source: torch.Tensor) -> None:
         """See [Note: rule 2, the source outlives its copy]."""
@@ -365,6 +362,12 @@ class AcceleratorLane:
     def _hand_over(self, tensor: torch.Tensor) -> None:
         if self._checked:
             self.order.hand_over(tensor.data_ptr(), tensor.nbytes, str(tensor.device))
+
+    def _caller(self, device: torch.device) -> torch.Stream:
+        """The stream that packs something now."""
+        stream = torch.accelerator.current_stream(device)
+        self._computing[device].add(stream.stream_id)
+        return stream
 
     def _side(self, device: torch.device) -> _Side:
         side = self._sides.get(device)
