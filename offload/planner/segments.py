@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.errors import SegmentError
 
-__all__ = ["find_segments"]
+__all__ = ["find_segments", "repeated_blocks"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -17,11 +17,8 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_segments(model: nn.Module, wanted: Sequence[str] | None = None) -> list[str]:
     """Names of the modules that a plan decides about, in the order of the tree.
 
-    Repeated blocks: two or more children of one class in a list, sequence or dictionary of modules,
-    which have children of their own. Where such blocks are made of such blocks, the inner ones. A
-    model without any is divided into the parts of its longest list or sequence, or into its own
-    children. (What the tuner compares with, ``tuner.trial.repeated_blocks``, is one stack only, as
-    somebody would recompute it by hand.)
+    Its repeated blocks. A model without any is divided into the parts of its longest list or
+    sequence, or into its own children.
 
     Args:
         model: the model.
@@ -39,16 +36,31 @@ def find_segments(model: nn.Module, wanted: Sequence[str] | None = None) -> list
     """
     if wanted is not None:
         return _checked(model, wanted)
-    repeated = [n for container, n in _children(model) if n in _repeated(container)]
-    found = [n for n in repeated if not any(o.startswith(n + ".") for o in repeated)]
-    if not found:
-        found = _parts(model)
+    found = repeated_blocks(model) or _parts(model)
     if not found:
         raise SegmentError(
             f"{type(model).__name__} has no parts to plan for: name its segments "
             "(segments=['layers.0', ...]), or divide its forward into modules"
         )
     return found
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the layers that a model is a stack, or several stacks, of.
+
+    Two or more children of one class in a list, sequence or dictionary of modules, which have
+    children of their own. Where such blocks are made of such blocks, the inner ones.
+
+    Example:
+        >>> block = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> stack = lambda: nn.ModuleList([block(), block()])
+        >>> repeated_blocks(nn.ModuleDict({"down": stack(), "up": stack(), "head": block()}))
+        ['down.0', 'down.1', 'up.0', 'up.1']
+        >>> repeated_blocks(block())
+        []
+    """
+    repeated = [n for container, n in _children(model) if n in _repeated(container)]
+    return [n for n in repeated if not any(o.startswith(n + ".") for o in repeated)]
 
 
 def _children(model: nn.Module) -> Iterable[tuple[tuple[str, nn.Module], str]]:

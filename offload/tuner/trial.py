@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.config import Config
 from offload.live import LiveBytesMeter
 from offload.measure import activation_meter
+from offload.planner.segments import repeated_blocks
 from offload.report import StepReport
 from offload.session import Session
 from offload.step import Step
@@ -23,7 +24,7 @@ from offload.tuner.record import StepRecord, record_step, with_releases
 from offload.tuner.setting import Setting
 from offload.tuner.stopwatch import Stopwatch
 
-__all__ = ["Runner", "TimedSteps", "recomputing", "repeated_blocks"]
+__all__ = ["Runner", "TimedSteps", "recomputing"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -113,7 +114,9 @@ class Runner:
 
         The first step is metered and not timed.
         """
-        blocks = repeated_blocks(self.model) if self.model is not None else []
+        if self.model is None:
+            return None
+        blocks = [self.model.get_submodule(name) for name in repeated_blocks(self.model)]
         if not blocks:
             return None
         meter = activation_meter(self.model)
@@ -153,32 +156,6 @@ class Runner:
 
 
 # -- recomputation ---------------------------------------------------------------------------------
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The children of the model's container that repeats the most parameters: several of one class.
-
-    What somebody would wrap by hand, in the one loop over layers that most models have. The
-    segments of a plan (``planner.segments``) are all such blocks of a model, and parts of one that
-    has none: a plan decides about each by itself, and leaves alone what does not pay.
-
-    Example:
-        >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        >>> len(repeated_blocks(nn.ModuleDict({"head": nn.Linear(8, 2), "layers": layers})))
-        3
-    """
-    best: list[nn.Module] = []
-    best_count = 0
-    for container in model.modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
-            continue
-        children = list(container.children())
-        for kind in {type(child) for child in children}:
-            alike = [child for child in children if type(child) is kind]
-            count = sum(p.numel() for child in alike for p in child.parameters())
-            if len(alike) > 1 and count > best_count:
-                best, best_count = alike, count
-    return best
 
 
 @contextmanager

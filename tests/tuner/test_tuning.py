@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from torch import nn
 
 import offload
 from offload.__main__ import main
@@ -20,7 +19,7 @@ from offload.tuner.record import record_step, with_releases
 from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.setting import grid
 from offload.tuner.stopwatch import HostStopwatch
-from offload.tuner.trial import Runner, recomputing, repeated_blocks
+from offload.tuner.trial import Runner, recomputing
 from tests.support import assert_identical
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -137,14 +136,6 @@ def test_the_grid_is_in_proportion_and_has_the_own_setting(config: offload.Confi
 # -- recomputation ---------------------------------------------------------------------------------
 
 
-def test_repeated_blocks() -> None:
-    assert [type(b).__name__ for b in repeated_blocks(target_of_workload("gpt-tiny").model)] == [
-        "GPTBlock"
-    ] * 3
-    assert repeated_blocks(nn.Linear(2, 2)) == []
-    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == []
-
-
 def test_recomputing_changes_no_bit_and_nothing_stays_changed() -> None:
     target = target_of_workload("gpt-tiny")
 
@@ -153,7 +144,7 @@ def test_recomputing_changes_no_bit_and_nothing_stays_changed() -> None:
         return [p.grad.clone() for p in target.model.parameters()]
 
     plain = gradients()
-    blocks = repeated_blocks(target.model)
+    blocks = list(target.model.blocks)
     own = blocks[0].forward
     blocks[0].forward = own  # as somebody's patch of an instance
     meter = LiveBytesMeter(exclude=target.model.parameters())
