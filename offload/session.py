@@ -25,6 +25,7 @@ from offload.scopes import Watching
 from offload.step import Step
 from offload.tiers import Tiers
 from offload.trace import Trace
+from offload.units import parse_bytes
 
 
 class Session:
@@ -98,7 +99,7 @@ class Session:
         rules: Plan | str,
         *,
         segments: Sequence[str] | None = None,
-        device_budget: int | None = None,
+        device_budget: int | str | None = None,
     ) -> Planned: ...
 
     @overload
@@ -110,7 +111,7 @@ class Session:
         rules: Rules | Plan | str,
         *,
         segments: Sequence[str] | None = None,
-        device_budget: int | None = None,
+        device_budget: int | str | None = None,
     ) -> Applied | Planned:
         """Say module by module what becomes of activations, until ``remove()`` is called on the
         result or its context is left; a plan ends with the session at the latest.
@@ -129,7 +130,7 @@ class Session:
                 ``device_budget``, and again for new shapes of input or when things change.
             segments: for ``"auto"``, the names of the modules to plan for; by default the model's
                 repeated blocks.
-            device_budget: for ``"auto"``, in place of the session's. Bytes.
+            device_budget: for ``"auto"``, in place of the session's; bytes as an int or a text.
 
         From the outside in, a module goes by the first rule that matches it, and all inside it go
         by the same rule until another matches. Placements concern what is saved while the module's
@@ -223,7 +224,7 @@ class Session:
         model: torch.nn.Module,
         plan: Plan | str,
         segments: Sequence[str] | None,
-        device_budget: int | None,
+        device_budget: int | str | None,
     ) -> Planned:
         if isinstance(plan, str) and plan != "auto":
             raise ValueError(f'rules are {plan!r}; give "auto", a Plan, or a mapping of rules')
@@ -231,6 +232,8 @@ class Session:
             raise StateError("a plan is in force already: remove() it first")
         if self._open_steps:
             raise StateError("a plan is applied between steps, not inside one")
+        if device_budget is not None:
+            device_budget = parse_bytes(device_budget, "device_budget")
 
         def removed() -> None:
             self._planned = None

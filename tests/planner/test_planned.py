@@ -216,6 +216,16 @@ def test_what_cannot_be_applied(open_session: Opener) -> None:
         session.apply(model, "auto", device_budget=1 << 20)
 
 
+def test_a_budget_of_its_own_is_a_size_like_any_other(open_session: Opener) -> None:
+    session, model = open_session(device="cpu"), Net()
+    with session.apply(model, "auto", device_budget="1.5MiB") as planned, session.step():
+        model(rand(64, 8)).sum().backward()
+    assert planned.auto.budgets.device_bytes == 3 << 19
+    for budget, error in ("8 parsecs", ValueError), (-1, ValueError), (1.5, TypeError):
+        with pytest.raises(error, match="device_budget is"):
+            session.apply(model, "auto", device_budget=budget)
+
+
 def test_plans_are_kept_compared_and_for_one_model(open_session: Opener) -> None:
     model, x = Net(), rand(64, 8)
     found = measure_model(
