@@ -1,7 +1,6 @@
 """Session: the context manager around training steps. It wires the parts and owns them."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, overload
@@ -22,7 +21,7 @@ from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.reporter import Reporter
 from offload.scopes import Watching
-from offload.step import Step
+from offload.step import Running, Step
 from offload.tiers import Tiers
 from offload.trace import Trace
 from offload.units import parse_bytes
@@ -70,7 +69,7 @@ class Session:
         self._finished: StepReport = StepReport.of([])
         self._counters: Counters | None = None  # of the newest step
         self._ended_ns = 0  # of the one before it
-        self._running = threading.local()  # .counters: of the step that this thread is in
+        self._running = Running()
         self._open_steps: dict[int, Counters] = {}  # in all threads, by identity
         self._planned: Planned | None = None
         self._tiers = Tiers(self.config, _engine, _lane)
@@ -85,11 +84,19 @@ class Session:
     def from_file(
         cls, path: "str | os.PathLike[str]", *, policy: Policy = offload_all, **options: Any
     ) -> "Session":
-        """A session with the options of a file, as ``Config.from_file`` reads it."""
+        """A session with the options of a file.
+
+        Args and errors are those of ``Config.from_file``, and those of a session.
+        """
         return cls(Config.from_file(path, **options), policy=policy)
 
     def step(self) -> Step:
-        """A context manager for one training step: forward, or forward and backward."""
+        """A context manager for one training step: forward, or forward and backward.
+
+        Raises (from the ``with`` statement):
+            StateError: the session is closed, or the step was entered before.
+            StorageError: with ``on_error="raise"``, a write of the step failed.
+        """
         return Step(self)
 
     @overload
@@ -238,15 +245,12 @@ class Session:
         def removed() -> None:
             self._planned = None
 
-        def in_step() -> bool:
-            return getattr(self._running, "counters", None) is not None
-
         self._planned = Planned(
             model,
             plan,
             self._hooks,
             self._tiers,
-            in_step,
+            lambda: self._running.counters is not None,
             removed,
             segments=segments,
             device_budget=device_budget,
@@ -346,7 +350,7 @@ class Session:
         """The step that this thread is in. Inside a backward, which may be on another thread than
         its forward, that is the newest: what is computed again there begins none of its own.
         """
-        running: Counters | None = getattr(self._running, "counters", None)
+        running = self._running.counters
         if running is None and torch._C._current_graph_task_id() != -1:
             return self._counters
         return running

@@ -31,13 +31,19 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+class Running(threading.local):
+    """Of one session, the step that a thread is in."""
+
+    counters: Counters | None = None
+
+
 class Owner(Protocol):
     """What a step needs of its session."""
 
     config: Config
     _hooks: Hooks
     _verifier: Verifier | None
-    _running: threading.local
+    _running: Running
 
     def _running_step(self) -> Counters | None: ...
 
@@ -148,7 +154,7 @@ class Step:
         counters = self._counters
         if not self._outermost or counters is None:
             return
-        if getattr(session._running, "counters", self) is counters:
+        if session._running.counters is counters:
             session._running.counters = None
         around, self._range = self._range, nullcontext()
         around.__exit__(None, None, None)
