@@ -20,11 +20,23 @@ import warnings
 
 
 class OffloadError(RuntimeError):
-    """Base of everything this package raises on purpose at run time."""
+    """Base of everything this package raises on purpose at run time.
+
+    Example:
+        >>> import offload
+        >>> try:
+        ...     offload.Session().step().report
+        ... except offload.OffloadError as error:
+        ...     print(type(error).__name__, "-", str(error).partition(":")[0])
+        StateError - the step has no report yet
+    """
 
 
 class StorageError(OffloadError):
     """The disk tier failed and bytes could not be stored or brought back.
+
+    Raised by backward where bytes are lost, which a failed read means, and by a step at its end
+    where ``on_error="raise"`` asks for it. The next step of the session works.
 
     Attributes:
         errno: the operating system's error number, or ``None`` where there is none.

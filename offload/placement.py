@@ -8,10 +8,14 @@ import torch
 
 
 class Placement(Enum):
-    """Where the bytes of a saved tensor wait for backward."""
+    """Where the bytes of a saved tensor wait for backward.
 
-    KEEP = "keep"  # on the device
-    HOST = "host"  # in host memory; on device="cpu" the same as KEEP
+    ``KEEP``: on the device. ``HOST``: in host memory, which on ``device="cpu"`` is the same.
+    ``DISK``: on the disk, by way of host memory.
+    """
+
+    KEEP = "keep"
+    HOST = "host"
     DISK = "disk"
 
 
@@ -20,9 +24,26 @@ class SavedTensor(NamedTuple):
 
     Tensors that never move (parameters and their casts, anything smaller than
     ``min_offload_bytes``, kinds that cannot be moved exactly) are not asked about.
+
+    Attributes:
+        nbytes: bytes of its whole storage: views of one storage move together.
+        dtype: of its elements.
+        size: its shape.
+        device: where it is.
+
+    Example:
+        >>> import torch, offload
+        >>> def matrices_only(saved):
+        ...     return offload.Placement.DISK if len(saved.size) == 2 else offload.Placement.KEEP
+        >>> x = torch.randn(4, 64, 64, requires_grad=True)
+        >>> with offload.Session(policy=matrices_only, device="cpu", min_offload_bytes=0) as s:
+        ...     with s.step() as step:
+        ...         x.exp()[0].exp().sum().backward()
+        >>> step.report.kept_bytes["policy"], step.report.saved_bytes
+        (65536, 16384)
     """
 
-    nbytes: int  # of its whole storage: views of one storage move together
+    nbytes: int
     dtype: torch.dtype
     size: tuple[int, ...]
     device: torch.device

@@ -54,6 +54,15 @@ class RecomputeReport:
         recomputations: how often one of them was computed again.
         modules: in the order in which the forward reached them.
         first: the name of the first module in that order that is not deterministic.
+
+    Example:
+        >>> import offload
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with offload.Session(verify_recompute=True) as session, session.step():
+        ...     offload.checkpoint(torch.nn.Tanh(), x).sum().backward()
+        >>> report = session.recompute_report()
+        >>> report.recomputations, report.drifted, [m.module for m in report.modules]
+        (1, False, ['Tanh'])
     """
 
     regions: int

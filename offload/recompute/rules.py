@@ -49,6 +49,12 @@ class Action(Enum):
     ``SELECTIVE``: only what is cheap is computed again, see ``offload.selective``; its inputs and
     the results of the others go where the session's policy says, or stay (``SELECTIVE_KEEP``), or
     go to host memory (``SELECTIVE_HOST``) or the disk (``SELECTIVE_DISK``).
+
+    Example:
+        >>> Action.of("recompute+disk")
+        <Action.RECOMPUTE_DISK: 'recompute+disk'>
+        >>> [action.value for action in Action if action.value.startswith("selective+")]
+        ['selective+keep', 'selective+host', 'selective+disk']
     """
 
     KEEP = "keep"

@@ -117,6 +117,18 @@ class StepReport:
         peak_live_bytes: most bytes in saved storages and the arena together.
         peak_disk_bytes: most bytes in use on the disk.
         warnings: what went otherwise than configured.
+
+    Example:
+        >>> import torch, offload
+        >>> with offload.Session(min_offload_bytes=0, device="cpu") as session:
+        ...     with session.step() as step:
+        ...         torch.ones(64, 64, requires_grad=True).exp().sum().backward()
+        >>> report = step.report
+        >>> report.steps, report.saved_bytes, report.to_dict()["saved_bytes"]
+        (1, 16384, 16384)
+        >>> print(report)
+                offload: 1 step
+        ...
     """
 
     steps: int
