@@ -5,7 +5,7 @@ import re
 import humanfriendly
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtpe](i?b)?|b|bytes?)?\s*", re.IGNORECASE | re.ASCII)
-MIB = 1 << 20
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_BYTES = 1 << 60  # more than any machine has
 SECONDS_PER_DAY = 86_400
 

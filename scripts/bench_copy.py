@@ -29,9 +29,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import _native
+from offload.units import MIB
 
 FORMAT_VERSION = 1
-MIB = 1 << 20
 FOOTPRINT_BYTES = 512 * MIB
 TARGET_RATIO = 0.95
 TARGET_SIZE_MIB = 64

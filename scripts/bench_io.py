@@ -53,8 +53,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from offload.units import MIB
+
 FORMAT_VERSION = 2
-MIB = 1 << 20
 TARGET_RATIO = 0.95
 HUGE_PAGES_PATH = Path("/proc/sys/vm/nr_hugepages")
 

@@ -41,11 +41,10 @@ from offload.session import Session
 from offload.tuner import Setting
 from offload.tuner.stopwatch import HostStopwatch
 from offload.tuner.trial import Runner
-from offload.units import format_bytes
+from offload.units import MIB, format_bytes
 from offload.workloads import PRESETS
 
 JSON_FORMAT = 1
-MIB = 1 << 20
 LEAST, WINDOWS, PREFETCHES = (1 * MIB, 6 * MIB), (4 * MIB, 32 * MIB), (0, 8 * MIB, 48 * MIB)
 KEPT_SHARES = (0, 1 / 50, 1 / 8)  # of plain's bytes alive
 MAX_RATIO = 1.02

@@ -23,7 +23,7 @@ from offload.tuner.search import Trial
 from offload.tuner.setting import Setting
 from offload.tuner.trial import TimedSteps
 from offload.tuner.tuning import Tuning, tune
-from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
+from offload.units import GIB, KIB, MIB, SECONDS_PER_DAY, format_bytes, format_seconds
 
 __all__ = ["command"]
 
@@ -228,7 +228,7 @@ def _brief(nbytes: int) -> str:
         >>> [_brief(n) for n in (0, 65536, 1 << 20, 3 << 19, 3 << 30)]
         ['0', '64K', '1M', '1.5M', '3G']
     """
-    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+    for unit, size in (("G", GIB), ("M", MIB), ("K", KIB)):
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return str(nbytes)

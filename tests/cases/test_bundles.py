@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ModifiedInPlaceError, StateError, StorageError
+from offload.units import KIB
 from tests.conftest import Opener
 from tests.support import (
     assert_identical,
@@ -21,7 +22,6 @@ from tests.support import (
     rand,
 )
 
-KIB = 1 << 10
 # Sixteen of the tensors below fill a bundle.
 BUNDLED = {"min_offload_bytes": 1, "bundle_bytes": 8 * KIB}
 

@@ -19,19 +19,19 @@ from offload.agreement import ranks_of
 from offload.config import Config
 from offload.engines import open_engine
 from offload.errors import OffloadWarning, PlanError
+from offload.units import KIB
 from tests.distributed.programs import batch, gradients, local, opened, transformer
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_tensor_parallel import TENSOR
 from tests.doubles import SlowEngine
 from tests.support import assert_identical
 
-KiB = 1 << 10
 STEPS = 12  # six that measure, and some under plans
 LAYERS, ROWS = 4, 8
 SEGMENTS = [str(i) for i in range(LAYERS)]
 # Between the floor of these models and what they take with everything kept; each rank for itself
 # may make another plan.
-BUDGET, FSDP_BUDGET = 500 * KiB, 700 * KiB
+BUDGET, FSDP_BUDGET = 500 * KIB, 700 * KIB
 Actions = dict[str, str]
 
 

@@ -13,11 +13,11 @@ import offload
 from offload.errors import OffloadWarning, PlanError, StateError
 from offload.measure import activation_meter
 from offload.planning import measure_model
+from offload.units import KIB
 from offload.workloads import preset
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, rand
 
-KiB = 1 << 10
 STEPS = 12  # six that measure, and some under plans
 
 
@@ -171,7 +171,7 @@ def test_accumulation_evaluation_and_errors_inside_steps(open_session: Opener) -
 
     expected = run(Net(), contextlib.nullcontext)
     model = Net()
-    session = open_session(device="cpu", device_budget=150 * KiB)
+    session = open_session(device="cpu", device_budget=150 * KIB)
     with session.apply(model, "auto") as planned:
         got = run(model, session.step)
         assert planned.plan is not None
@@ -180,7 +180,7 @@ def test_accumulation_evaluation_and_errors_inside_steps(open_session: Opener) -
 
 def test_backward_after_the_step(open_session: Opener) -> None:
     model = Net()
-    session = open_session(device="cpu", device_budget=300 * KiB)
+    session = open_session(device="cpu", device_budget=300 * KIB)
     with session.apply(model, "auto"):
         for _ in range(3):
             with session.step():
@@ -191,7 +191,7 @@ def test_backward_after_the_step(open_session: Opener) -> None:
 
 def test_a_budget_below_the_floor_is_refused_early(open_session: Opener) -> None:
     model = Net()
-    session = open_session(device="cpu", device_budget=20 * KiB)
+    session = open_session(device="cpu", device_budget=20 * KIB)
     refused = pytest.raises(PlanError, match=r"'blocks\.\d' needs .* budget leaves")
     with session.apply(model, "auto"), refused, session.step():
         model(rand(64, 8)).square().mean().backward()
@@ -309,10 +309,10 @@ def test_a_gate_alone_sends_away_what_would_pass_the_budget(open_session: Opener
     """A session with a budget and no plan: its policy keeps everything, and may not."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        session = open_session(device="cpu", device_budget=100 * KiB)
+        session = open_session(device="cpu", device_budget=100 * KIB)
     with session.step() as step:
         h = rand(64, 64).requires_grad_()  # 16 KiB each
         for _ in range(20):
             h = h.sin()
         h.sum().backward()
-    assert step.report.peak_live_bytes <= 100 * KiB
+    assert step.report.peak_live_bytes <= 100 * KIB

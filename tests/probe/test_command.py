@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from offload.__main__ import main
 from offload.machine import filesystem_of
 from offload.probe.disk import Cell, fio_rates, measure_disk
-from tests.probe.values import MIB
+from offload.units import MIB
 
 
 def run(*arguments: str) -> Result:

@@ -16,7 +16,8 @@ from offload.probe.profile import (
     save_profile,
 )
 from offload.probe.verdicts import Survey
-from tests.probe.values import LINK, MIB, RATES, survey_with
+from offload.units import MIB
+from tests.probe.values import LINK, RATES, survey_with
 
 PROFILE = MachineProfile.of(survey_with(link=LINK, disk=(RATES, DiskRates(1, MIB, 1, 2, 3, 4))))
 

@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 from offload.probe.disk import DiskRates, FioRates
 from offload.probe.link import PcieLink
 from offload.probe.verdicts import Finding, Level, findings, hidden_from_width
-from tests.probe.values import (
-    ACCELERATOR,
-    DIRECTORY,
-    GIB,
-    HOST,
-    LINK,
-    MIB,
-    RATES,
-    survey_with,
-)
+from offload.units import GIB, MIB
+from tests.probe.values import ACCELERATOR, DIRECTORY, HOST, LINK, RATES, survey_with
 
 
 def only(found: list[Finding], *, containing: str) -> Finding:

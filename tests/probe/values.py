@@ -7,8 +7,7 @@ from offload.probe.disk import DiskRates
 from offload.probe.facts import DirectoryFacts, HostFacts
 from offload.probe.link import AcceleratorFacts, LinkRates, PcieLink
 from offload.probe.verdicts import Survey
-
-MIB, GIB = 1 << 20, 1 << 30
+from offload.units import GIB, MIB
 
 HOST = HostFacts("a processor", 16, 64 * GIB, 60 * GIB, None, None, "madvise", 0, 1)
 DIRECTORY = DirectoryFacts(

@@ -11,8 +11,9 @@ import torch
 from simdev import Direction, Scheduler
 from torch import Tensor
 
+from offload.units import MIB
+
 accelerator = torch.accelerator
-MIB = 1 << 20
 
 pytestmark = pytest.mark.usefixtures("scheduler")
 

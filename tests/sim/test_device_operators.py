@@ -17,8 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from offload.units import MIB
+
 accelerator = torch.accelerator
-MIB = 1 << 20
 
 pytestmark = pytest.mark.usefixtures("scheduler")
 

@@ -24,10 +24,10 @@ from offload.engines import Engine, Slot
 from offload.lanes.accelerator import AcceleratorLane
 from offload.lanes.base import Fence
 from offload.lanes.order import Order
+from offload.units import MIB
 
-MiB = 1 << 20
-WINDOW = 8 * MiB
-WINDOWS = {"window_bytes": WINDOW, "prefetch_bytes": WINDOW, "keep_last_bytes": 4 * MiB}
+WINDOW = 8 * MIB
+WINDOWS = {"window_bytes": WINDOW, "prefetch_bytes": WINDOW, "keep_last_bytes": 4 * MIB}
 
 
 class Block(nn.Module):
@@ -102,7 +102,7 @@ def test_step_takes_what_the_model_says(gb_per_s: int, rig: Rig, tmp_path: Path)
     rig.set_rate(gb_per_s * 1e9)
     with session_on_sim(str(tmp_path), **WINDOWS) as session:
         ours = rig.run(session.step)
-    assert ours.out_bytes > 50 * MiB
+    assert ours.out_bytes > 50 * MIB
     forward_ns = rig.plain.forward_ns
     backward_ns = rig.plain.step_ns - forward_ns
     back_ns = max(backward_ns, ours.back_bytes / gb_per_s)
@@ -161,5 +161,5 @@ def test_the_window_bounds_what_waits_on_the_device(rig: Rig, tmp_path: Path) ->
     plain = peak_bytes(contextlib.nullcontext)
     with session_on_sim(str(tmp_path), **WINDOWS) as session:
         ours = peak_bytes(session.step)
-    temporaries = 4 * MiB
+    temporaries = 4 * MIB
     assert ours <= WINDOW + WINDOWS["keep_last_bytes"] + temporaries < plain / 3

@@ -12,8 +12,7 @@ from offload.lanes.pinning import PINNERS
 from offload.probe.link import accelerator_facts, measure_flops, measure_link
 from offload.probe.survey import survey
 from offload.probe.verdicts import Level, findings
-
-MIB = 1 << 20
+from offload.units import MIB
 
 
 def measured(directory: Path, **rates: float):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import offload
 from offload.profiler import Timeline, profile
 from offload.trace import MOMENTS, TRANSFERS, WAITS, merged
-
-KiB = 1 << 10
+from offload.units import KIB
 
 
 class Net(nn.Module):
@@ -107,7 +106,7 @@ def test_a_slow_link_stalls_and_says_whom(tmp_path: Path) -> None:
 def test_a_fast_link_is_hidden(tmp_path: Path) -> None:
     device_of(100)
     model, x = net()
-    windows = {"window_bytes": 512 * KiB, "prefetch_bytes": 512 * KiB}
+    windows = {"window_bytes": 512 * KIB, "prefetch_bytes": 512 * KIB}
     with session_on_sim(str(tmp_path), **windows) as session:
         for _ in range(2):
             with session.step() as step:

@@ -19,9 +19,9 @@ from offload.tuner.record import StepRecord, record_step
 from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.stopwatch import DeviceStopwatch
 from offload.tuner.trial import Runner
+from offload.units import MIB
 from offload.workloads import preset
 
-MIB = 1 << 20
 IO = (2, 8 * MIB)
 RATES_GB_PER_S = [0.25, 0.5, 1, 2, 5, 20]
 

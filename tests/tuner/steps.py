@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from offload.probe import MachineProfile
 from offload.tuner import Setting
 from offload.tuner.record import BlockRecord, StepRecord, Touch
+from offload.units import KIB, MIB
 
-KIB, MIB = 1 << 10, 1 << 20
 MS = 1_000_000  # in ns
 
 FAST = MachineProfile(

@@ -13,16 +13,8 @@ from offload.tuner.record import Beyond, BlockRecord, StepRecord, Touch
 from offload.tuner.replay import Replay, ReplayedStep, plain_peak_bytes, scaled
 from offload.tuner.replay_disk import Disk, DiskReplay
 from offload.tuner.replay_link import LinkReplay
-from tests.tuner.steps import (
-    FAST,
-    MIB,
-    MS,
-    chain,
-    rates,
-    records,
-    setting,
-    settings_of_any_size,
-)
+from offload.units import MIB
+from tests.tuner.steps import FAST, MS, chain, rates, records, setting, settings_of_any_size
 
 
 def disk_replay(record: StepRecord, given: Setting, profile: MachineProfile) -> DiskReplay:

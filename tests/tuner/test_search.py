@@ -10,7 +10,8 @@ from offload.tuner import Choice, Limits, Setting, TimedSteps, Trial
 from offload.tuner.decide import decide, pareto
 from offload.tuner.replay import ReplayedStep
 from offload.tuner.search import Calibration, Candidate, calibrated, search
-from tests.tuner.steps import KIB, MIB, setting
+from offload.units import KIB, MIB
+from tests.tuner.steps import setting
 
 BASE = Calibration(plain_seconds=1.0)
 

@@ -20,9 +20,9 @@ from offload.tuner.replay import plain_peak_bytes
 from offload.tuner.setting import grid
 from offload.tuner.stopwatch import HostStopwatch
 from offload.tuner.trial import Runner, recomputing
+from offload.units import KIB, MIB
 from tests.support import assert_identical
 
-KIB, MIB = 1 << 10, 1 << 20
 RATES = MachineProfile(
     disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9, copy_bytes_per_s=1e10,
     disk_rates=(DiskRates(2, 8 * MIB, 1e9, 1e9, 1e9, 1e9), DiskRates(4, MIB, 2e9, 2e9, 1e9, 1e9)),

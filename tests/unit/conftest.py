@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tests.unit.native_support import MIB
+from offload.units import MIB
 
 
 @pytest.fixture

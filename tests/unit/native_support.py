@@ -6,8 +6,6 @@ import warnings
 
 import torch
 
-MIB = 1 << 20
-
 
 def random_bytes(nbytes, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,6 @@ import offload
 from offload import Config
 from offload.units import format_bytes, format_seconds, parse_bytes
 
-MiB = 1 << 20
 OPTIONAL_SIZES = ["bundle_bytes", "disk_budget", "host_budget"]
 SIZES = [
     f.name

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.live import LiveBytes, LiveBytesMeter, is_parameter_like, storage_of
 from offload.measure import activation_meter
+from offload.units import KIB
 from offload.workloads import preset
 from tests.support import in_threads
-
-KIB = 1024
 
 
 def kib(count: int = 1) -> Tensor:

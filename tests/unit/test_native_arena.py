@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from tests.unit.native_support import MIB, random_bytes
+from offload.units import MIB
+from tests.unit.native_support import random_bytes
 
 native = pytest.importorskip("offload._native", reason="the extension is not built")
 

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from tests.unit.native_support import MIB, in_child
+from offload.units import MIB
+from tests.unit.native_support import in_child
 
 native = pytest.importorskip("offload._native", reason="the extension is not built")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.native_support import MIB, in_child, random_bytes
+from offload.units import MIB
+from tests.unit.native_support import in_child, random_bytes
 
 native = pytest.importorskip("offload._native", reason="the extension is not built")
 

@@ -19,10 +19,10 @@ import json, os, psutil, torch
 import offload
 from offload import _native
 from offload.pool import use_pool
-MiB = 1 << 20
+from offload.units import MIB
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 def tensor(mib):
-    return torch.ones(mib * MiB, dtype=torch.uint8)
+    return torch.ones(mib * MIB, dtype=torch.uint8)
 def resident():
     return psutil.Process().memory_info().rss
 def used():
@@ -98,11 +98,11 @@ use_pool("pool")
 array = tensor(2).numpy()
 array[:] = 3
 view = torch.from_numpy(array)[1:]
-assert int(view.sum()) == 3 * (2 * MiB - 1)
+assert int(view.sum()) == 3 * (2 * MIB - 1)
 del array, view
 resized = tensor(1)
-resized.resize_(4 * MiB)
-resized.untyped_storage().resize_(MiB)
+resized.resize_(4 * MIB)
+resized.untyped_storage().resize_(MIB)
 del resized
 buffer = io.BytesIO()
 torch.save(tensor(2), buffer)
@@ -142,7 +142,7 @@ class Images(torch.utils.data.Dataset):
     def __len__(self):
         return 16
     def __getitem__(self, index):
-        return torch.full((MiB,), float(index))
+        return torch.full((MIB,), float(index))
 parent = tensor(8)
 loader = DataLoader(Images(), batch_size=4, num_workers=2, multiprocessing_context="fork")
 sums = [int(batch[:, 0].sum()) for batch in loader]
@@ -244,7 +244,7 @@ def test_where_addresses_are_limited_it_leaves_them_to_others():
     done = run("""
 import resource
 now = psutil.Process().memory_info().vms
-resource.setrlimit(resource.RLIMIT_AS, (now + 2000 * MiB, now + 2000 * MiB))
+resource.setrlimit(resource.RLIMIT_AS, (now + 2000 * MIB, now + 2000 * MIB))
 offload.Session(device="cpu", prefetch_bytes=0).close()
 assert _native.pool_stats() is None
 use_pool("pool")
