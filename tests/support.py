@@ -57,6 +57,14 @@ def net(seed: int = 0, width: int = 16) -> nn.Sequential:
     )
 
 
+def train_net(context: Context) -> list[Tensor]:
+    """One step of ``net()``, its gradients: a program for ``assert_same``."""
+    model = net()
+    with context():
+        model(rand(4, 16)).sum().backward()
+    return grads(model)
+
+
 def grads(*modules: nn.Module) -> list[Tensor]:
     """The gradients of all parameters."""
     found = [p.grad for m in modules for p in m.parameters()]

@@ -11,7 +11,7 @@ import torch
 import offload
 from offload import Session
 from tests.doubles import LazyEngine
-from tests.support import assert_same, chain, drain, grads, in_threads, net, rand
+from tests.support import assert_same, chain, drain, grads, in_threads, rand, train_net
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 1 << 16])
@@ -189,15 +189,9 @@ def test_backward_inside_backward(session: Session) -> None:
 def test_deterministic_algorithms(session: Session) -> None:
     """The mode that fills fresh memory with NaNs."""
 
-    def step(context: Any) -> list[torch.Tensor]:
-        model = net()
-        with context():
-            model(rand(4, 16)).sum().backward()
-        return grads(model)
-
     torch.use_deterministic_algorithms(True)
     try:
-        assert_same(step, session)
+        assert_same(train_net, session)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -254,13 +248,6 @@ def test_session_made_and_closed_many_times(open_session, engine: str) -> None:
 def test_default_options_on_a_small_model(tmp_path: Any) -> None:
     """Nothing is large enough to leave, and that is fine."""
     with offload.Session(disk_dir=tmp_path) as session:
-
-        def step(context: Any) -> list[torch.Tensor]:
-            model = net()
-            with context():
-                model(rand(4, 16)).sum().backward()
-            return grads(model)
-
-        assert_same(step, session)
+        assert_same(train_net, session)
         assert session.report().offloaded_blocks == 0
         assert session.report().kept_bytes["small"] > 0

@@ -7,12 +7,7 @@ from torch import nn
 import offload
 from tests.support import assert_identical, grads, net, rand
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Model(nn.Module):

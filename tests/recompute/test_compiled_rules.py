@@ -16,11 +16,7 @@ from tests.support import assert_identical, grads, rand
 ACTIONS = [action.value for action in Action]
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Block(nn.Module):
