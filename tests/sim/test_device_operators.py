@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable
 
 import pytest
-import simdev
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,10 +25,6 @@ pytestmark = pytest.mark.usefixtures("scheduler")
 
 def randn(*size: int, **options) -> Tensor:
     return torch.randn(*size, device="sim", **options)
-
-
-def tasks_run() -> int:
-    return simdev.stats().tasks_run
 
 
 # --- operators
