@@ -1,5 +1,5 @@
-"""What this machine offers to this process: memory, processors, and the file system that a
-directory is on.
+"""What this machine offers to this process: memory, processors, devices, and the file system that
+a directory is on.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import psutil
+import torch
 
 from offload.units import MAX_BYTES
 
@@ -125,6 +126,14 @@ def _control_group(directory: str, limit: str, usage: str, inactive: str) -> _Gr
         if name == inactive:
             used_bytes -= int(count)
     return _Group(int(limit_text), max(0, used_bytes))
+
+
+def indexed(device: torch.device) -> torch.device:
+    """``device`` with its number: the current one of its kind where it has none."""
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def cpus_near_pci_device(address: str, root: str = "/") -> set[int]:

@@ -47,6 +47,7 @@ import torch
 from offload.engines import Engine, Slot
 from offload.lanes.base import Fence, Passage
 from offload.lanes.order import HOST, CheckedOrder, Mark, Order
+from offload.machine import indexed
 from offload.trace import MOMENTS, NOTHING, Subject, now_ns
 
 
@@ -241,9 +242,7 @@ class AcceleratorLane:
         self._touches_slot(HOST, slot, write=True, what="writing a slot on the host")
 
     def mark(self, moment: str, device: torch.device) -> bool:
-        index: int | None = device.index
-        if index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        device = indexed(device)
         self._side(device)  # its clock
         here = self._timed_mark(torch.accelerator.current_stream(device))
         self._watch(moment, 0, here, here, NOTHING)

@@ -18,13 +18,13 @@ import torch
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.lanes import pinner_for
+from offload.machine import indexed
 from offload.units import MIB
 
 __all__ = [
     "AcceleratorFacts",
     "LinkRates",
     "accelerator_facts",
-    "indexed",
     "measure_flops",
     "measure_link",
 ]
@@ -91,14 +91,6 @@ class AcceleratorFacts:
     memory_bytes: int | None
     pcie: PcieLink | None
     why_no_pcie: str = ""
-
-
-def indexed(device: torch.device) -> torch.device:
-    """``device`` with its number: the current one of its kind where it has none."""
-    index: int | None = device.index
-    if device.type == "cpu" or index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def accelerator_facts(

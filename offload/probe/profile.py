@@ -23,8 +23,8 @@ import torch
 
 from offload.config import Config
 from offload.files import write_whole
+from offload.machine import indexed
 from offload.probe.disk import DiskRates
-from offload.probe.link import indexed
 from offload.probe.verdicts import Survey
 from offload.units import SECONDS_PER_DAY
 

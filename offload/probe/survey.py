@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from offload.config import Config
 from offload.engines import native_is_built
+from offload.machine import indexed
 from offload.pool import why_no_pool
 from offload.probe.disk import (
     MIN_FILE_BYTES,
@@ -19,7 +20,6 @@ from offload.probe.facts import directory_facts, host_facts
 from offload.probe.link import (
     LinkRates,
     accelerator_facts,
-    indexed,
     measure_flops,
     measure_link,
 )

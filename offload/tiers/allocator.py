@@ -7,6 +7,8 @@ beginning, where its backward began, and at its end.
 
 import torch
 
+from offload.machine import indexed
+
 
 class AllocatorPeak:
     """Of one device, for the steps of one session."""
@@ -29,9 +31,7 @@ class AllocatorPeak:
         """Bytes allocated now, and at most since the allocator's peak was reset."""
         if self._device.type == "cpu":
             return 0, 0
-        index: int | None = self._device.index
-        if index is None:
-            index = torch.accelerator.current_device_index()
+        index = indexed(self._device).index
         try:
             # Not torch.accelerator.memory_stats, which flattens and sorts a hundred figures first.
             figures = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]

@@ -10,6 +10,7 @@ from offload.engines import Engine
 from offload.errors import StorageError
 from offload.lanes import Lane, Passage
 from offload.live import LiveBytes
+from offload.machine import indexed
 from offload.report import Counters
 from offload.store import DiskStore
 from offload.tiers.gate import Gate
@@ -37,11 +38,7 @@ class Common:
         """Device memory in use: all of it, or where that is host memory what we know of."""
         if self.lane.host_is_device:
             return self.live.alive_bytes + self.host.held_bytes
-        device = self.config.device
-        index = (
-            device.index if device.index is not None else torch.accelerator.current_device_index()
-        )
-        return torch.accelerator.memory_allocated(index)
+        return torch.accelerator.memory_allocated(indexed(self.config.device))
 
     def fail(self, error: StorageError) -> None:
         """Note the step's first failure of the disk; nothing more is sent there until the next."""

@@ -11,7 +11,6 @@ from offload.recompute import Action
 from tests.support import grads, rand
 
 WIDTH = 16
-TOKENS_BYTES = 4 * 5 * WIDTH * 4
 ACTIONS = [action.value for action in Action]
 
 
