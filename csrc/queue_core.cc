@@ -33,7 +33,9 @@ constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);
 constexpr size_t kBytesPerWorker = size_t{128} << 10;
 
 // Awake is also who naps: the worker that was the last to find nothing to do looks again by itself,
-// this often, before it sleeps. Small requests that come one by one need not wake anybody then.
+// this often, before it sleeps. Small requests that come one by one need not wake anybody then. So
+// nobody naps after a large piece: each time it looks a thread that computes loses its processor
+// (measured: 700 of 1200 switches in a training step, for 1-2 % of its time).
 constexpr std::chrono::microseconds kNap{200};
 constexpr int kNaps = 5;
 
@@ -177,7 +179,11 @@ void QueueCore::WakeIfNeeded(Notices* notices) {
 
 void QueueCore::Serve() {
   const clockid_t clock = BeginWorker();
-  while (const std::optional<Piece> piece = NextPiece()) Run(*piece);
+  bool may_nap = false;
+  while (const std::optional<Piece> piece = NextPiece(may_nap)) {
+    Run(*piece);
+    may_nap = piece->nbytes <= kBytesPerWorker;
+  }
   EndWorker(clock);
 }
 
@@ -195,14 +201,15 @@ void QueueCore::EndWorker(clockid_t clock) {
   stats_.cpu_ns += ClockNs(clock);
 }
 
-std::optional<QueueCore::Piece> QueueCore::NextPiece() {
+std::optional<QueueCore::Piece> QueueCore::NextPiece(bool may_nap) {
   Notices notices;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto first_busy = [this] {
     return std::find_if(lanes_.begin(), lanes_.end(),
                         [](const Lane& lane) { return !lane.empty(); });
   };
-  for (int rests = 0; !closing_ && first_busy() == lanes_.end(); ++rests) Rest(&lock, rests);
+  int naps = may_nap ? kNaps : 0;
+  while (!closing_ && first_busy() == lanes_.end()) Rest(&lock, &naps);
   const auto lane = first_busy();
   if (lane == lanes_.end()) return std::nullopt;  // closing, and all is handed out
 
@@ -220,9 +227,10 @@ std::optional<QueueCore::Piece> QueueCore::NextPiece() {
   return Piece{request, begin, nbytes};
 }
 
-// [Note: wake-ups] Waits for work, for the `rests`-th time since there was any.
-void QueueCore::Rest(std::unique_lock<std::mutex>* lock, int rests) {
-  if (!napping_ && rests < kNaps) {
+// [Note: wake-ups] Waits for work, napping as often as is left.
+void QueueCore::Rest(std::unique_lock<std::mutex>* lock, int* naps) {
+  if (!napping_ && *naps > 0) {
+    --*naps;
     napping_ = true;
     work_.wait_for(*lock, kNap);
     napping_ = false;

@@ -86,7 +86,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   void Validate(const Transfer& transfer) const;
   clockid_t BeginWorker();
   void EndWorker(clockid_t clock);
-  std::optional<Piece> NextPiece();
+  std::optional<Piece> NextPiece(bool may_nap);
   void Run(const Piece& piece);
   bool FinishPiece(const Piece& piece, const Outcome& outcome);
   void Complete(Request* request);
@@ -100,7 +100,7 @@ class QueueCore : public std::enable_shared_from_this<QueueCore> {
   void LeaveWaiting(Kind kind, Notices* notices);
   void MarkDone(Request* request, Notices* notices);
   void WakeIfNeeded(Notices* notices);
-  void Rest(std::unique_lock<std::mutex>* lock, int rests);
+  void Rest(std::unique_lock<std::mutex>* lock, int* naps);
 
   const std::shared_ptr<File> file_;
   const Queue::Options options_;
