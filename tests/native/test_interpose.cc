@@ -10,7 +10,7 @@
 namespace offload {
 namespace {
 
-std::string FileOf(void* address) {
+[[maybe_unused]] std::string FileOf(void* address) {
   Dl_info info{};
   return dladdr(address, &info) != 0 ? info.dli_fname : "";
 }
