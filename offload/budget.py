@@ -3,6 +3,16 @@
 import weakref
 from collections import deque
 
+# Storages on their way out at one time whatever the window: one is copied while another is written.
+LEAST_LEAVING = 2
+
+
+def has_room(used_bytes: int, nbytes: int, limit_bytes: int, least: int) -> bool:
+    """Whether ``nbytes`` more are admitted: within the limit, or as one of at most ``least`` items
+    of that size.
+    """
+    return used_bytes + nbytes <= max(limit_bytes, least * nbytes)
+
 
 class Reservation:
     """``nbytes`` of a budget, given back when this object dies.
@@ -60,16 +70,16 @@ class Budget:
             del self._returned[0]
         return self._used_bytes
 
-    def reserve(self, nbytes: int, *, alone: bool = False) -> Reservation | None:
+    def reserve(self, nbytes: int, *, least: int = 0) -> Reservation | None:
         """Reserve ``nbytes``, or return ``None`` where the limit would be passed.
 
         Args:
             nbytes: bytes to reserve.
-            alone: admit an item larger than the whole limit when nothing else is reserved; without
-                this it would wait for ever.
+            least: so many of its size may be there at one time whatever the limit; with none, an
+                item larger than the limit would wait for ever.
         """
         used = self.used_bytes
-        if used + nbytes > self.limit_bytes and not (alone and used == 0):
+        if not has_room(used, nbytes, self.limit_bytes, least):
             return None
         reservation = Reservation(nbytes)
         reserved = _Reserved(reservation, self._returned.append)

@@ -153,7 +153,8 @@ class Config:
             sends each out by itself. 0: none. Under a plan or a ``device_budget`` there are none.
         window_bytes: most bytes on their way out at one time: of storages being copied from an
             accelerator, of slots being written on ``"cpu"``. The forward waits when it is reached.
-            A storage larger than this passes alone.
+            A storage may go with as many others as take up no more than its own size, so that
+            one is copied while another is written.
         prefetch_bytes: most bytes brought back before backward has asked for them, together with
             the storage it has asked for last; one more may come whatever its size. 0: none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at

@@ -84,7 +84,7 @@ class Inbound:
             self._guesses.popleft()
         if self._common.config.prefetch_bytes <= 0:
             return None
-        return self.ahead.reserve(block.window_bytes, alone=True)
+        return self.ahead.reserve(block.window_bytes, least=1)
 
     def early(self) -> Iterator[tuple[int, int]]:
         """Segment and bytes of what was brought back and not asked for yet."""

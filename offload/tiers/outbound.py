@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from offload.block import Block, State
-from offload.budget import Budget, Reservation
+from offload.budget import LEAST_LEAVING, Budget, Reservation
 from offload.engines import PAGE_BYTES, Slot
 from offload.placement import Placement
 from offload.store import Extent
@@ -249,7 +249,7 @@ class Outbound:
         copies are under way, the device waits.
         """
         while True:
-            hold = self.window.reserve(block.window_bytes, alone=True)
+            hold = self.window.reserve(block.window_bytes, least=LEAST_LEAVING)
             slot = self._common.host.slot(block.nbytes) if hold is not None else None
             if hold is not None and slot is not None:
                 return slot, hold

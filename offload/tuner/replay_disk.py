@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from offload.budget import LEAST_LEAVING, has_room
 from offload.engines import padded
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
@@ -191,8 +192,7 @@ class DiskReplay(Replay):
                 self._give_slot(block)
 
     def _fits_window(self, nbytes: int) -> bool:
-        used_bytes = self._window_bytes
-        return not used_bytes or used_bytes + nbytes <= self.setting.window_bytes
+        return has_room(self._window_bytes, nbytes, self.setting.window_bytes, LEAST_LEAVING)
 
     def _fits_arena(self, nbytes: int) -> bool:
         padded_bytes = padded(nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from offload.budget import LEAST_LEAVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay
@@ -49,7 +50,7 @@ class LinkReplay(Replay):
     def send_out(self, block: int) -> bool:
         nbytes = self.record.blocks[block].nbytes
         limit_bytes = self.setting.window_bytes
-        while self._window_bytes and self._window_bytes + nbytes > limit_bytes:
+        while not has_room(self._window_bytes, nbytes, limit_bytes, LEAST_LEAVING):
             end_ns = self._copies[0].end_ns
             if end_ns > self._host_ns:
                 self.wait(end_ns, "backpressure_ns")

@@ -326,7 +326,7 @@ def test_forward_waits_for_room(open_session, real_engine: Engine) -> None:
 def test_bytes_in_flight_never_exceed_the_window(
     tmp_path_factory: Any, window_pages: int, prefetch_pages: int, pages: list[int]
 ) -> None:
-    """Whatever the sizes; a storage larger than the window travels alone."""
+    """Whatever the sizes; but for the newest and one more, up to its size."""
     config = offload.Config(
         disk_dir=tmp_path_factory.getbasetemp(), min_offload_bytes=0, keep_last_bytes=0,
         window_bytes=4096 * window_pages, prefetch_bytes=4096 * prefetch_pages,
@@ -341,7 +341,7 @@ def test_bytes_in_flight_never_exceed_the_window(
         expected = [torch.autograd.grad(chain(x * 1, 2), x)[0] for x in xs]
         assert all(torch.equal(x.grad, e) for x, e in zip(xs, expected, strict=True))
         for total, newest in lazy.sizes_in_flight:
-            assert total <= config.window_bytes or total == newest
+            assert total <= max(config.window_bytes, 2 * newest)
         del losses
 
 
@@ -441,5 +441,5 @@ def test_interrupted_while_waiting_for_room(open_session, real_engine: Engine) -
     session = open_session(_engine=InterruptedOnce(real_engine), window_bytes=NBYTES)
     with pytest.raises(KeyboardInterrupt), session.step():
         chain(rand(64, 64).requires_grad_(), 8)
-    assert session._tiers.outbound.window.used_bytes == NBYTES, "forgotten while in flight"
+    assert session._tiers.outbound.window.used_bytes == 2 * NBYTES, "forgotten while in flight"
     assert torch.equal(run(session), EXPECTED)

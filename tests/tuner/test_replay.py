@@ -43,12 +43,13 @@ def test_with_time_enough_nothing_is_waited_for(kind: Kind) -> None:
 
 
 def test_the_link_out_is_waited_for_beyond_the_window() -> None:
-    """Layers of 1 ms save what takes 2 ms; one storage fits the window."""
-    record = chain([2 * MIB] * 4, forward_ns=MS, backward_ns=10 * MS)
+    """Layers of 1 ms save what takes 2 ms; two storages are on their way at most."""
+    record = chain([2 * MIB] * 6, forward_ns=MS, backward_ns=10 * MS)
     found = predicted(LinkReplay, record, setting(window_bytes=2 * MIB))
-    # Saved at 1 ms and on its way until 3 ms: the second save at 2 ms waits for that, and so on.
+    # The first is on its way until 3 ms, the second until 5 ms: the fourth save, at 4 ms, waits for
+    # that, and so on.
     assert found.backpressure_seconds == pytest.approx(1e-3 + 1e-3 + 1e-3)
-    assert found.seconds == pytest.approx(44e-3 + 3e-3)
+    assert found.seconds == pytest.approx(66e-3 + 3e-3)
     assert predicted(LinkReplay, record, setting()).backpressure_seconds == 0
 
 
