@@ -16,6 +16,16 @@ from tests.unit.native_support import in_child, random_bytes
 native = pytest.importorskip("offload._native", reason="the extension is not built")
 
 
+def switches(name):
+    """How often this process's threads of that name have gone to sleep."""
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == name:
+            status = (task / "status").read_text()
+            count += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return count
+
+
 class TestQueue:
     @pytest.mark.parametrize("nbytes", [1, 4096, 100_000, 5 * MIB + 3])
     @pytest.mark.parametrize("direct", [True, False])
@@ -41,6 +51,26 @@ class TestQueue:
         assert (request.nbytes, request.offset, request.done()) == (MIB, 4096, True)
         assert request.cancel() is False
         request.promote()
+
+    @pytest.mark.parametrize(("nbytes", "naps"), [(4096, True), (MIB, False)])
+    def test_the_worker_looks_again_by_itself_only_after_a_small_piece(
+        self, arena, tmp_path, nbytes, naps
+    ):
+        """Each look takes the processor from a thread that computes."""
+        queue = native.Queue(native.File(str(tmp_path)), threads=1)
+        slot = arena.allocate(nbytes)
+        queue.write(slot, 0).wait()
+        time.sleep(0.05)
+        before = switches("offload-io0")
+        queue.write(slot, 0).wait()
+        at_its_end = switches("offload-io0")
+        time.sleep(0.05)
+        assert at_its_end > before, "it moved the bytes"
+        if naps:  # some of them may have been over before this thread could look
+            assert switches("offload-io0") - before > 4
+        else:
+            assert switches("offload-io0") - at_its_end <= 2
+        queue.close()
 
     def test_stats_count(self, arena, queue):
         slot = arena.allocate(MIB)
