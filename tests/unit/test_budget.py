@@ -31,6 +31,8 @@ def test_never_above_the_limit(limit: int, program: list[tuple[bool, int, int]])
         peak = max(peak, used)
         assert budget.used_bytes == used
         assert budget.peak_bytes == peak
+        newest = held[-1].nbytes if held else 0
+        assert used <= max(limit, 2 * newest)
 
 
 def test_a_reservation_in_a_dead_cycle_is_returned() -> None:
