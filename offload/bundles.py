@@ -19,6 +19,7 @@ import torch
 
 from offload.block import Block
 from offload.config import Config
+from offload.lanes import DONE
 from offload.placement import Placement
 from offload.prefetch import Prefetcher
 from offload.registry import Key, Registry
@@ -132,10 +133,17 @@ class Bundles:
         return None
 
     def _opened(self, placement: Placement, device: torch.device, where: object) -> Bundle:
-        filled = torch.empty(self.bundle_bytes, dtype=torch.uint8, device=device)
-        storage = filled.untyped_storage()
-        self._live.track(storage)
-        block = Block(storage, VersionWitness(filled), placement, self._scopes.module)
+        # Where the device's memory is host memory, the slot that it leaves by is filled at once.
+        nbytes, host = self.bundle_bytes, self._tiers.common.host
+        slot = host.slot(nbytes) if self._lane.host_is_device else None
+        if slot is not None:
+            storage, _ = self._lane.copy_in(slot, DONE, device)
+        else:
+            storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            self._live.track(storage)
+        witness = VersionWitness(torch.empty(0, dtype=torch.uint8, device=device))
+        block = Block(storage, witness, placement, self._scopes.module)
+        block.slot = slot
         self._blocks.add((storage._cdata, 0), block)
         self._tiers.common.sample()
         bundle = Bundle(block, where)

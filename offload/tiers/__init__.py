@@ -244,7 +244,7 @@ class Tiers:
         if self._generation == forks.generation:  # not in_child
             self.outbound.poll()
             return self.inbound.demand(block)
-        if block.state is not State.LIVE:
+        if block.state is not State.LIVE or block.slot is not None:
             raise StateError(
                 "this process was forked between the forward and its backward: the activations are "
                 "the parent's; run forward and backward in one process"

@@ -66,7 +66,8 @@ class Outbound:
         """Take on a new block."""
         common = self._common
         block.produced = common.lane.produced(storage)
-        common.live.track(storage)
+        if block.slot is None:  # else its slot is what counts
+            common.live.track(storage)
         common.sample()
         self.poll()
         self._tail.append(weakref.ref(block))
@@ -157,14 +158,17 @@ class Outbound:
             counters.kept_bytes["budget"] += block.nbytes
             return
         slot, hold = room
+        moves = block.slot is None  # a bundle may have been filled there
         common.sample()  # here the original and its slot are both alive
         start_ns = now_ns()
         in_range("offload::offload", block.offload, lane, slot, checksum=common.config.verify)
         counters.offloaded_blocks += 1
         counters.offloaded_bytes += block.nbytes
         if lane.host_is_device:  # the copy is made, by this thread
-            common.moved("offload", block.nbytes, start_ns, now_ns(), block.subject, waited=True)
-            common.begun("offload", 1)
+            if moves:
+                end_ns = now_ns()
+                common.moved("offload", block.nbytes, start_ns, end_ns, block.subject, waited=True)
+                common.begun("offload", 1)
             self._settle_copy(block, extent, hold)
         else:
             common.begun("offload", max(1, lane.in_flight[0]))
@@ -250,7 +254,9 @@ class Outbound:
         """
         while True:
             hold = self.window.reserve(block.window_bytes, least=LEAST_LEAVING)
-            slot = self._common.host.slot(block.nbytes) if hold is not None else None
+            slot = block.slot
+            if slot is None and hold is not None:
+                slot = self._common.host.slot(block.nbytes)
             if hold is not None and slot is not None:
                 return slot, hold
             del hold
