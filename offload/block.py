@@ -314,9 +314,11 @@ class Block:
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     @property
-    def holds_device(self) -> bool:
-        """Whether the resident storage stays whatever others do."""
-        return self._device is not None
+    def held(self) -> torch.UntypedStorage | None:
+        """The storage that stays whatever others do: the original until it has left, or a copy that
+        was made since and not served to all.
+        """
+        return self._device
 
     @property
     def arrived(self) -> bool:

@@ -88,9 +88,9 @@ class Bundles:
             foreign: made by no operation of the graph.
             node: the number of the operation that saves it.
         """
-        nbytes, counters, device = storage.nbytes(), self._counters, storage.device
-        is_cpu = device.type == "cpu"
-        stream_id = 0 if is_cpu else torch.accelerator.current_stream(device).stream_id
+        nbytes, counters, device, stream_id = storage.nbytes(), self._counters, storage.device, 0
+        if not self._lane.host_is_device:
+            stream_id = torch.accelerator.current_stream(device).stream_id
         where = (placement, device, stream_id)
         member = self._members.find(key)
         # Else it was resized, or what another stream copies may not be there yet for this one.
@@ -98,7 +98,7 @@ class Bundles:
             counters.deduplicated_bytes += nbytes
             return member
         bundle = self._room(nbytes, where) or self._opened(placement, device, where)
-        begin, target = bundle.end, bundle.block.resident()
+        begin, target = bundle.end, bundle.block.held
         assert target is not None
         bundle.end = begin + -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._live.track(storage)
@@ -152,7 +152,7 @@ class Bundles:
 
     def _send(self, bundle: Bundle) -> None:
         block = bundle.block
-        storage = block.resident()
+        storage = block.held
         assert storage is not None
         self._counters.kept_bytes["bundle"] -= bundle.member_bytes
         self._counters.saved_bytes += block.nbytes

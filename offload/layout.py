@@ -1,5 +1,6 @@
 """TensorLayout: how one saved tensor views the bytes of its storage."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class TensorLayout(NamedTuple):
         It shares the version counter of ``counter``. Whoever changes it in place is then noticed by
         all who share that counter, as with the tensor that was saved.
         """
-        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
+        bare = _empty(self.dtype, storage.device).detach()
         bare.set_(storage, self.storage_offset, self.size, self.stride)
         if self.conjugate or self.negative:
             bare = with_bits(bare, self.conjugate, self.negative)
@@ -48,6 +49,12 @@ class TensorLayout(NamedTuple):
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def with_bits(bare: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:

@@ -7,6 +7,8 @@ from offload.layout import TensorLayout
 from offload.trace import Subject
 from offload.weak import StorageRef, VersionWitness
 
+_part = vars(torch._C.StorageBase)["__getitem__"]  # UntypedStorage's own adds a frame of Python
+
 
 class Ticket:
     """What autograd holds in place of a saved tensor: how it views a block, and a claim on that
@@ -71,5 +73,5 @@ class Member:
         origin = self._origin.storage()
         if origin is not None and origin.nbytes() == self.nbytes:
             return origin
-        part: torch.UntypedStorage = bundle[self.begin : self.begin + self.nbytes]
+        part: torch.UntypedStorage = _part(bundle, slice(self.begin, self.begin + self.nbytes))
         return part

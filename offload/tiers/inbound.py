@@ -50,7 +50,7 @@ class Inbound:
         # Whoever keeps the original alive may let go of it: a slot that is still there is better.
         in_slot = lane.host_is_device and state is not State.DISK
         there = block.resident() if not in_slot else None
-        if there is not None and block.holds_device:
+        if there is not None and block.held is not None:
             return True
         gate, more_bytes = common.gate, block.padded_bytes if there is None else 0
         if gate.limit_bytes is not None and not gate.may_prefetch(
@@ -111,10 +111,10 @@ class Inbound:
         """Its device storage if it was what backward asked for last, and is still there: of a
         bundle that is true of all members but the first.
         """
-        if block.id != self._asked or not block.holds_device:
-            return None
-        self._common.counters.hits += 1
-        return block.resident()
+        storage = block.held if block.id == self._asked else None
+        if storage is not None:
+            self._common.counters.hits += 1
+        return storage
 
     def demand(self, block: Block) -> torch.UntypedStorage | None:
         """Backward wants ``block`` now: note how near it is, and start bringing it if need be.
