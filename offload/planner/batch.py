@@ -12,11 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from offload.planner.model import UNLIMITED, Chain
+from offload.planner.model import TOLERANCE_BYTES, UNLIMITED, Chain
 
 __all__ = ["Evaluator"]
 
-_TOLERANCE_BYTES = 1e-6
 _FIELDS = (
     "resident_bytes", "offload_bytes", "present_bytes", "host_bytes", "disk_bytes",
     "late_bytes", "returning_bytes", "forward_seconds", "backward_seconds", "holds_output",
@@ -78,15 +77,15 @@ class Evaluator:
         backward_rooms = backward_rooms - _column(
             s.saved_bytes + s.backward_bytes for s in chain.segments
         )
-        feasible = (forward_rooms >= -_TOLERANCE_BYTES).all(0)
-        feasible &= (backward_rooms >= -_TOLERANCE_BYTES).all(0)
+        feasible = (forward_rooms >= -TOLERANCE_BYTES).all(0)
+        feasible &= (backward_rooms >= -TOLERANCE_BYTES).all(0)
         feasible &= chosen["disk_bytes"].sum(0) * chain.in_flight <= chain.disk_bytes
         host_rooms: Tensor | None = None
         if math.isfinite(chain.host_bytes):
             resting = chosen["host_bytes"].cumsum(0) + chosen["disk_bytes"]
             resting = resting + others * chosen["host_bytes"].sum(0)
             host_rooms = chain.host_bytes - resting
-            feasible &= (host_rooms >= -_TOLERANCE_BYTES).all(0)
+            feasible &= (host_rooms >= -TOLERANCE_BYTES).all(0)
         alive = feasible.nonzero().flatten()
         if not len(alive):
             return seconds

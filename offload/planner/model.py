@@ -37,8 +37,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["UNLIMITED", "Chain", "Links", "Option", "Segment", "Shared"]
+__all__ = ["TOLERANCE_BYTES", "UNLIMITED", "Chain", "Links", "Option", "Segment", "Shared"]
 
+TOLERANCE_BYTES = 1e-6  # by which a room may be below 0: of rounding
 UNLIMITED = 1e30  # a rate, in bytes a second, of what is never waited for
 
 

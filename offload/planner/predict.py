@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planner.model import Chain, Option
+from offload.planner.model import TOLERANCE_BYTES, Chain, Option
 
 __all__ = ["Prediction", "Walk", "caps", "predict"]
 
-_TOLERANCE_BYTES = 1e-6
 _PIECES = 16  # of what may be divided at will
 
 
@@ -83,7 +82,7 @@ class Walk:
         rooms = min((*self.forward_rooms, *self.backward_rooms, *self.host_rooms), default=0.0)
         disk_bytes = sum(o.disk_bytes for o in self.options)
         disk_bytes *= self.chain.in_flight
-        return rooms >= -_TOLERANCE_BYTES and disk_bytes <= self.chain.disk_bytes
+        return rooms >= -TOLERANCE_BYTES and disk_bytes <= self.chain.disk_bytes
 
 
 def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
@@ -175,7 +174,7 @@ def _leftover(walk: Walk, queue: float, backward: Sequence[float]) -> list[float
     for i in reversed(range(len(chain.segments))):
         s, o = chain.segments[i], walk.options[i]
         queue = max(0.0, queue - o.offload_bytes)
-        if queue > walk.backward_rooms[i] + _TOLERANCE_BYTES:
+        if queue > walk.backward_rooms[i] + TOLERANCE_BYTES:
             stalls[i] = (queue - walk.backward_rooms[i]) / chain.out_rate
             queue = walk.backward_rooms[i]
         seconds = s.backward_seconds + o.backward_seconds + backward[i]
