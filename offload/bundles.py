@@ -74,6 +74,7 @@ class Bundles:
     def member(
         self,
         key: Key,
+        base: torch.Tensor,
         storage: torch.UntypedStorage,
         placement: Placement,
         foreign: bool,
@@ -83,6 +84,7 @@ class Bundles:
 
         Args:
             key: of the storage.
+            base: belongs to the key.
             storage: is copied, as it is now.
             placement: where it is to wait.
             foreign: made by no operation of the graph.
@@ -93,8 +95,8 @@ class Bundles:
             stream_id = torch.accelerator.current_stream(device).stream_id
         where = (placement, device, stream_id)
         member = self._members.find(key)
-        # Else it was resized, or what another stream copies may not be there yet for this one.
-        if member is not None and member.nbytes == nbytes and member.bundle.where == where:
+        # Else what another stream copies may not be there yet for this one.
+        if member is not None and member.bundle.where == where:
             counters.deduplicated_bytes += nbytes
             return member
         bundle = self._room(nbytes, where) or self._opened(placement, device, where)
@@ -104,7 +106,7 @@ class Bundles:
         self._live.track(storage)
         self._lane.gather(storage, target, begin, foreign)
         member = Member(bundle, begin, storage)
-        self._members.add(key, member)
+        self._members.add(key, member, base)
         bundle.node = node
         bundle.member_bytes += nbytes
         counters.kept_bytes["bundle"] += nbytes  # for as long as it is not full

@@ -24,6 +24,7 @@ from offload.layout import TensorLayout
 from offload.live import HookPair, is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
+from offload.registry import key_of
 from offload.report import Counters
 from offload.scopes import Scopes
 from offload.tickets import Ticket
@@ -86,8 +87,6 @@ class Hooks:
         self._in_backward = False  # where the step has come to, as far as it was seen
         self.watch: Watch | None = None  # sees what is saved, parameters apart
         self.held: frozenset[int] = frozenset()  # storages that stay, as their owner keeps them
-        # By storage and version, never by data pointer; see Block._origin for why the address is a
-        # safe key.
         self._blocks = tiers.blocks
         self._bundles = Bundles(config, tiers, self._blocks, self._prefetcher, self.scopes)
         self._bundled_below = self._bundles.bundle_bytes // MEMBERS
@@ -255,7 +254,8 @@ class Hooks:
             return Placement.KEEP
         part = self._asked.part
         if part is not None and placement is not Placement.KEEP:
-            placement = self._partly(part, placement, storage, tensor._version)
+            known = self._blocks.find(key_of(tensor, storage, nbytes)[0]) is not None
+            placement = self._partly(part, placement, storage, known)
         if placement is Placement.HOST and tensor.is_cpu:
             placement = Placement.KEEP
         if placement is Placement.KEEP and not self._may_keep(storage, nbytes):
@@ -272,13 +272,12 @@ class Hooks:
         return placement
 
     def _partly(
-        self, part: _Part, placement: Placement, storage: torch.UntypedStorage, version: int
+        self, part: _Part, placement: Placement, storage: torch.UntypedStorage, known: bool
     ) -> Placement:
         """``placement`` as long as there are bytes left for it; one storage has one place, whether
         others have saved it before or not.
         """
         address = storage._cdata
-        known = self._blocks.find((address, version)) is not None
         if address not in part.fits or not (known or self._tiers.live.counts(storage)):
             part.ask(address, storage.nbytes())
         return placement if part.fits[address] else Placement.KEEP
@@ -319,12 +318,12 @@ class Hooks:
         with self._tiers.lock:
             if self._in_backward:
                 self._come_to("forward")
-            key = (storage._cdata, tensor._version)
+            key, base = key_of(tensor, storage, nbytes)
             if nbytes < self._bundled_below and self._tiers.gate.is_open:
-                member = self._bundles.member(key, storage, placement, foreign, node)
+                member = self._bundles.member(key, base, storage, placement, foreign, node)
                 return Ticket(member.bundle.block, layout, witness, member)
             known = self._blocks.find(key)
-            if known is not None and known.nbytes == nbytes:  # else it was resized
+            if known is not None:
                 ticket = Ticket(known, layout, witness)
                 self._counters.deduplicated_bytes += known.nbytes
             else:
@@ -332,7 +331,7 @@ class Hooks:
                 block.segment = asked.segment
                 block.foreign = foreign
                 ticket = Ticket(block, layout, witness)
-                self._blocks.add(key, block)
+                self._blocks.add(key, block, base)
                 self._counters.saved_bytes += block.nbytes
                 self._tiers.admit(block, storage)
             self._prefetcher.saved(ticket, node)

@@ -2,6 +2,11 @@
 
 What ``weakref.WeakValueDictionary`` does, in a quarter of the time: a death only appends, in C, and
 is taken note of when the next block is added.
+
+[Note: whose version] A version is told by a counter, and one storage may have several: each result
+of ``unsafe_chunk`` has its own, as has what ``Tensor.data`` gives. What is written through one of
+them no other tells. A tensor shares its counter with its base and the other views of that, so the
+base belongs to the key.
 """
 
 import weakref
@@ -9,16 +14,31 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-Key = tuple[int, int]  # ``_cdata`` of the storage, version
+import torch
+
+_WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+Key = tuple[int, ...]
 T = TypeVar("T")
+
+
+def key_of(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+) -> tuple[Key, torch.Tensor]:
+    """What the bytes of ``storage`` are known by, as ``tensor`` views them now, and whose address
+    is part of that. See Note: whose version. Addresses, never data pointers; with the size, as a
+    storage may be resized.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    return (storage._cdata, nbytes, tensor._version, base._cdata), base
 
 
 class _Known(weakref.ref[T]):
     """A weak reference that remembers where it stands; it is also its own death notice."""
 
-    __slots__ = ("key",)
+    __slots__ = ("base", "key")
 
     key: Key
+    base: object  # while it is held, torch gives no other tensor the address
 
 
 class Registry(Generic[T]):
@@ -34,11 +54,12 @@ class Registry(Generic[T]):
         known = self._known.get(key)
         return known() if known is not None else None
 
-    def add(self, key: Key, value: T) -> None:
-        """``value`` is found under ``key`` from now on."""
+    def add(self, key: Key, value: T, base: torch.Tensor | None = None) -> None:
+        """``value`` is found under ``key`` from now on. ``base``: as ``key_of`` gave it."""
         self._forget_dead()
         known = _Known(value, self._dead.append)
         known.key = key
+        known.base = _WeakTensorRef(base) if base is not None else None
         self._known[key] = known
 
     def living(self) -> list[T]:

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from offload import Session
 from tests.support import assert_same, grads, in_threads, ints, net, rand, train_net
@@ -121,17 +122,19 @@ def test_convolutions_batch_norm_and_pooling(session: Session) -> None:
     assert_same(step, session)
 
 
-def test_recurrent_network(session: Session) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_network(session: Session, kind: type[nn.RNNBase], packed: bool) -> None:
     """Long chains of small operations over shared inputs."""
 
     def step(context):
         torch.manual_seed(3)
-        lstm = nn.LSTM(8, 16, num_layers=2)
+        network = kind(8, 16, num_layers=2, bidirectional=True)
         x = rand(12, 3, 8).requires_grad_()
         with context():
-            out, _ = lstm(x)
-            out.square().mean().backward()
-        return [x.grad, *grads(lstm)]
+            out, _ = network(pack_padded_sequence(x, [12, 7, 2]) if packed else x)
+            (out.data if packed else out).square().mean().backward()
+        return [x.grad, *grads(network)]
 
     assert_same(step, session)
 

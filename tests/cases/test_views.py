@@ -24,6 +24,44 @@ def test_square_matrix_and_its_transpose(session: Session) -> None:
     assert_same(step, session)
 
 
+def test_parts_with_version_counters_of_their_own(session: Session) -> None:
+    """Recurrent cells split their gates like this: one part changes after another was saved, and
+    neither's version tells of it.
+    """
+
+    def step(context):
+        x = ints(4, 8).requires_grad_()
+        with context():
+            first, second = (x * 0.5).unsafe_chunk(2, dim=1)
+            a = first.sigmoid_()
+            y = a * a
+            b = second.sigmoid_()
+            z = (a * b + b * b * y).sum()
+            del first, second, a, b, y
+            z.backward()
+        return [x.grad]
+
+    assert_same(step, session)
+
+
+def test_parts_saved_through_data(session: Session) -> None:
+    """``Tensor.data`` has a version counter of its own, which starts anew each time."""
+
+    def step(context):
+        x = ints(4, 8).requires_grad_()
+        with context():
+            h = torch.zeros(8, 8)
+            h[:4] = x.detach()
+            loss = (x * h[:4].data).sum()
+            h[4:] = x.detach() * 3
+            loss = loss + (x * h[4:].data).sum()
+            del h
+            loss.backward()
+        return [x.grad]
+
+    assert_same(step, session)
+
+
 def test_address_used_again_by_the_allocator(session: Session) -> None:
     """A freed tensor's address says nothing about the next tensor that gets it."""
 

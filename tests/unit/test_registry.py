@@ -4,7 +4,7 @@ import torch
 
 from offload.block import Block
 from offload.placement import Placement
-from offload.registry import Registry
+from offload.registry import Key, Registry, key_of
 from offload.weak import VersionWitness
 
 
@@ -44,3 +44,34 @@ def test_the_dead_are_forgotten_as_others_are_added() -> None:
     for number in range(1000):
         registry.add((number, 0), block())
     assert len(registry._known) <= 2
+
+
+def test_one_storage_is_known_by_whose_version_it_is() -> None:
+    """Views share the counter of their base; ``Tensor.data`` has one of its own."""
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+
+    def key(of: torch.Tensor) -> Key:
+        return key_of(of, storage, storage.nbytes())[0]
+
+    assert key(tensor) == key(tensor[1:]) == key(tensor[1:].view(3, 1))
+    assert key(tensor) != key(tensor.data)
+    before = key(tensor)
+    tensor[0] = 1
+    assert key(tensor) != before
+    before = key(tensor)
+    storage.resize_(32)
+    assert key(tensor) != before
+
+
+def test_the_address_of_a_base_is_not_given_out_again_while_its_block_lives() -> None:
+    registry, storage = Registry[Block](), torch.zeros(4).untyped_storage()
+    held, found = block(), []
+    for _ in range(50):
+        base = torch.empty(0).set_(storage)
+        key, _ = key_of(base, storage, storage.nbytes())
+        found.append(registry.find(key))
+        if not registry.living():
+            registry.add(key, held, base)
+        del base
+    assert found == [None] * 50
