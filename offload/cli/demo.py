@@ -81,6 +81,7 @@ class Run:
         peak_rss_growth_bytes: most resident memory above that of model, gradients and optimizer.
         minor_faults: page faults per measured step.
         report: the session's, over all steps; None for a plain run.
+        advice: what that calls for, in sentences.
     """
 
     losses: list[str] = field(default_factory=list)
@@ -92,6 +93,7 @@ class Run:
     peak_rss_growth_bytes: int = 0
     minor_faults: int = 0
     report: dict[str, Any] | None = None
+    advice: str = ""
 
     @property
     def median_seconds(self) -> float:
@@ -158,7 +160,7 @@ def train(task: Task) -> Iterator[dict[str, Any]]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         faults.append(base.faults_since())
-        report = session.report().to_dict() if session else None
+        report = session.report() if session else None
     growth_bytes = base.peak_growth_bytes()
     with torch.no_grad():
         held_out = next(workload.batches(1, task.seed, held_out=True))
@@ -169,7 +171,8 @@ def train(task: Task) -> Iterator[dict[str, Any]]:
         "peak_live_bytes": meter.peak_bytes,
         "peak_rss_growth_bytes": growth_bytes,
         "minor_faults": (faults[-1] - faults[WARMUP_STEPS]) // max(1, task.steps - WARMUP_STEPS),
-        "report": report,
+        "report": report.to_dict() if report else None,
+        "advice": " ".join(f"{a.what}: {a.hint}." for a in report.advice()) if report else "",
     }
 
 
@@ -340,11 +343,7 @@ def _verdict(plain: Run, offloaded: Run, found: list[str]) -> Text:
         f"loss, {float.fromhex(plain.held_out_loss):.4f}.",
     )
     if not moved:
-        told.append(
-            " But nothing was offloaded: what this model saves is too small. Lower "
-            "min_offload_bytes and keep_last_bytes with --option.",
-            "yellow",
-        )
+        told.append(f" But {offloaded.advice}", "yellow")
     return told
 
 

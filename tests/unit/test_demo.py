@@ -57,6 +57,13 @@ def test_quiet_prints_the_verdict_only() -> None:
     assert "step" in result.output and "┃" not in result.output
 
 
+def test_the_verdict_tells_why_nothing_was_offloaded() -> None:
+    told = " ".join(run(*TINY, "--quiet").output.split())
+    assert "lower min_offload_bytes" in told and "disk_budget" not in told
+    told = " ".join(run(*TINY, *MOVE_ALL, "--option", "disk_budget=0", "--quiet").output.split())
+    assert "raise disk_budget" in told and "lower min_offload_bytes" not in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
