@@ -33,6 +33,7 @@ __all__ = [
     "MemoryMark",
     "Spread",
     "activation_meter",
+    "expect_step",
     "fingerprint",
     "mark_memory",
     "session_options",
@@ -42,6 +43,12 @@ __all__ = [
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK_RSS = "5"  # see proc_pid_clear_refs(5)
+
+
+def expect_step(step: object) -> None:
+    """Raise ``TypeError`` if it cannot be called."""
+    if not callable(step):
+        raise TypeError(f"step is {step!r}; give a function that runs one forward and backward")
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from offload.agreement import agreement_on
 from offload.config import Config
 from offload.errors import PlanError, SegmentError
+from offload.measure import expect_step
 from offload.planner.applied import Planned, budgets_of
 from offload.planner.auto import Auto, Study
 from offload.planner.model import Chain
@@ -21,6 +22,7 @@ from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution, lower_bound, solve
+from offload.scopes import expect_model
 from offload.session import Session
 
 __all__ = ["NO_LIMIT", "Measurement", "measure_model", "plan", "plan_from"]
@@ -222,6 +224,8 @@ def measure_model(
         after_step: called after each step.
         **options: of the session.
     """
+    expect_model(model)
+    expect_step(step)
     if isinstance(options.get("config"), Config):
         raise TypeError("give the options of the session by name, not as a Config")
     with undisturbed(model), Session(device_budget=device_budget, **options) as session:

@@ -54,11 +54,18 @@ class Scopes:
                 return
 
 
+def expect_model(model: object) -> None:
+    """Raise ``TypeError`` if it is none."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; give a torch.nn.Module")
+
+
 class Watching:
     """A model that is watched: a context manager, also ended by ``remove()``."""
 
     def __init__(self, scopes: Scopes, model: torch.nn.Module) -> None:
         self._scopes = scopes
+        expect_model(model)
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):

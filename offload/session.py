@@ -20,7 +20,7 @@ from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.reporter import Reporter
-from offload.scopes import Watching
+from offload.scopes import Watching, expect_model
 from offload.step import Running, Step
 from offload.tiers import Tiers
 from offload.trace import Trace
@@ -235,6 +235,7 @@ class Session:
     ) -> Planned:
         if isinstance(plan, str) and plan != "auto":
             raise ValueError(f'rules are {plan!r}; give "auto", a Plan, or a mapping of rules')
+        expect_model(model)
         if self._planned is not None:
             raise StateError("a plan is in force already: remove() it first")
         if self._open_steps:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from offload.config import Config
 from offload.errors import OffloadError, StepError
 from offload.live import storage_of
-from offload.measure import activation_meter
+from offload.measure import activation_meter, expect_step
 from offload.placement import Policy, offload_all
 from offload.profiler.result import MemoryCurve, Profile
 from offload.profiler.timeline import Timeline
 from offload.report import StepReport
+from offload.scopes import expect_model
 from offload.session import Session
 from offload.trace import Event, Sample, now_ns
 from offload.units import format_bytes
@@ -251,10 +252,9 @@ def _tensors_of(model: nn.Module | None) -> Iterator[Tensor]:
 
 
 def _check(step: object, model: object, steps: int, warmup: int) -> None:
-    if not callable(step):
-        raise TypeError(f"step is {step!r}; give a function that runs one forward and backward")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; give a torch.nn.Module or leave it out")
+    expect_step(step)
+    if model is not None:
+        expect_model(model)
     if steps < 1 or warmup < 0:
         raise ValueError(
             f"steps={steps}, warmup={warmup}: give at least 1 step and no fewer than 0 to warm up"

@@ -33,6 +33,7 @@ from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective
 from offload.recompute.selectors import Selector, choose
+from offload.scopes import expect_model
 
 __all__ = [
     "WAYS", "Action", "Applied", "Rule", "Rules", "apply_rules", "check_unruled", "once",
@@ -108,8 +109,9 @@ Rules = Mapping[Selector, Action | str] | Iterable[tuple[Selector, Action | str]
 
 def apply_rules(model: nn.Module, rules: Rules, placed: Placed) -> Applied:
     """``Session.apply``; ``placed`` makes the context in which saved tensors get a placement."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"rules apply to a torch.nn.Module, not to {type(model).__name__}")
+    expect_model(model)
+    if not isinstance(rules, Iterable):
+        raise TypeError(f'rules are {rules!r}; give "auto", a Plan, or a mapping of rules')
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     chosen = choose(model, [(selector, Action.of(action)) for selector, action in pairs])
     check_unruled(chosen)

@@ -13,8 +13,10 @@ from torch import nn
 
 from offload.config import Config
 from offload.errors import StepError
+from offload.measure import expect_step
 from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
+from offload.scopes import expect_model
 from offload.tuner.decide import Decision, decide, pareto
 from offload.tuner.record import StepRecord
 from offload.tuner.replay import ReplayedStep, plain_peak_bytes, scaled
@@ -201,6 +203,9 @@ def tune(
         >>> tuning.decision.choice.value, tuning.options
         ('plain', None)
     """
+    expect_step(step)
+    if model is not None:
+        expect_model(model)
     limits = _limits(max_live_bytes, max_overhead)
     _check_numbers(budget_seconds, max_trials, repeats)
     config = Config.given(config, options)

@@ -281,7 +281,7 @@ def test_errors(open_session: Opener) -> None:
         session.apply(m, {"blocks.*": "disc"})
     with pytest.raises(TypeError, match="3 chooses no modules"):
         session.apply(m, {3: "keep"})
-    with pytest.raises(TypeError, match="not to function"):
+    with pytest.raises(TypeError, match="model is function; give"):
         session.apply(model, {"*": "keep"})
     with pytest.raises(ValueError, match="every"):
         every(0, "blocks.*")

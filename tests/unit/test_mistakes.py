@@ -1,8 +1,11 @@
 """Mistakes in what a command is given are told as such, before anything is measured."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import offload
@@ -243,3 +246,26 @@ def test_files_that_are_no_option_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(OSError, match=str(path)):
             read_options(path, [])
+
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda s: offload.plan(MODEL, None, device_budget="1GiB"), "step is None; give"),
+        (lambda s: offload.plan(3, print, device_budget="1GiB"), "model is int; give"),
+        (lambda s: offload.tune(3), "step is 3; give"),
+        (lambda s: offload.tune(print, 3), "model is int; give"),
+        (lambda s: offload.profile(3), "step is 3; give"),
+        (lambda s: offload.profile(print, model=3), "model is int; give"),
+        (lambda s: s.watch(3), "model is int; give"),
+        (lambda s: s.apply(3, "auto", device_budget="1GiB"), "model is int; give"),
+        (lambda s: s.apply(3, {"*": "disk"}), "model is int; give"),
+        (lambda s: s.apply(MODEL, None), "rules are None; give"),
+    ],
+)
+def test_what_is_no_model_and_no_step(call: Callable[[Any], object], why: str) -> None:
+    with offload.Session(device="cpu") as session, pytest.raises(TypeError, match=why):
+        call(session)
