@@ -3,7 +3,8 @@
 [Note: passing a tensor through] What stays where it is is handed to autograd as ``(alias,
 version)``. The alias is detached: the tensor itself would close a cycle through C++ that Python's
 collector cannot see whenever an operation saves its own output. The version restores the in-place
-check, which torch gives up when hooks are on.
+check, which torch gives up when hooks are on. A parameter is no output, and is handed on itself:
+an alias would hold the memory of one that is given other ``data`` meanwhile.
 """
 
 import contextlib
@@ -192,7 +193,10 @@ class Hooks:
             taken = self._pack(tensor)
             if taken is not None and not (outer and type(taken) is Kept):
                 return taken
-            return Passed(outer, tensor) if outer else (tensor.detach(), tensor._version)
+            if outer:
+                return Passed(outer, tensor)
+            is_parameter = type(tensor) is torch.nn.Parameter
+            return tensor if is_parameter else tensor.detach(), tensor._version
 
         return pack, self.unpack
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -44,6 +45,26 @@ def test_sharded_weight_is_emptied_and_gathered_again(session: Session) -> None:
             w.copy_(full)
         loss.backward()
         return [x.grad, w.grad]
+
+    assert_same(step, session)
+
+
+def test_weight_whose_data_is_swapped(session: Session) -> None:
+    """Libraries that move weights give ``weight.data`` other memory between forward and backward:
+    the old goes at once, and backward sees the new.
+    """
+
+    def step(context):
+        norm, x = nn.LayerNorm(64), rand(4, 64).requires_grad_()
+        elsewhere = norm.weight.detach() * 2
+        with context():
+            loss = norm(x * 2).square().sum()
+        old = weakref.ref(norm.weight.untyped_storage())
+        norm.weight.data = torch.empty(0)
+        assert old() is None
+        norm.weight.data = elsewhere
+        loss.backward()
+        return [x.grad, *grads(norm)]
 
     assert_same(step, session)
 
