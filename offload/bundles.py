@@ -22,7 +22,7 @@ from offload.config import Config
 from offload.lanes import DONE
 from offload.placement import Placement
 from offload.prefetch import Prefetcher
-from offload.registry import Key, Registry
+from offload.registry import Base, Key, Registry
 from offload.report import Counters
 from offload.scopes import Scopes
 from offload.tickets import Bundle, Member
@@ -74,7 +74,7 @@ class Bundles:
     def member(
         self,
         key: Key,
-        base: torch.Tensor,
+        base: Base,
         storage: torch.UntypedStorage,
         placement: Placement,
         foreign: bool,
@@ -84,7 +84,7 @@ class Bundles:
 
         Args:
             key: of the storage.
-            base: belongs to the key.
+            base: is held together with the key.
             storage: is copied, as it is now.
             placement: where it is to wait.
             foreign: made by no operation of the graph.

@@ -6,7 +6,8 @@ is taken note of when the next block is added.
 [Note: whose version] A version is told by a counter, and one storage may have several: each result
 of ``unsafe_chunk`` has its own, as has what ``Tensor.data`` gives. What is written through one of
 them no other tells. A tensor shares its counter with its base and the other views of that, so the
-base belongs to the key.
+base belongs to the key. It stands there as its weak reference, which is the same one for as long
+as the tensor lives and somebody holds it; while that is held, its address is not given out again.
 """
 
 import weakref
@@ -16,20 +17,19 @@ from typing import Generic, TypeVar
 
 import torch
 
-_WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+Base = weakref.ref[torch.Tensor]
 Key = tuple[int, ...]
 T = TypeVar("T")
 
 
-def key_of(
-    tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-) -> tuple[Key, torch.Tensor]:
-    """What the bytes of ``storage`` are known by, as ``tensor`` views them now, and whose address
-    is part of that. See Note: whose version. Addresses, never data pointers; with the size, as a
-    storage may be resized.
+def key_of(tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> tuple[Key, Base]:
+    """What the ``nbytes`` of ``storage`` are known by, as ``tensor`` views them now, and what is to
+    be held together with the key. See Note: whose version. By addresses, never data pointers; with
+    the size, as a storage may be resized.
     """
-    base = tensor if tensor._base is None else tensor._base
-    return (storage._cdata, nbytes, tensor._version, base._cdata), base
+    of = tensor._base
+    base = weakref.ref(tensor if of is None else of)
+    return (storage._cdata, nbytes, tensor._version, id(base)), base
 
 
 class _Known(weakref.ref[T]):
@@ -38,7 +38,7 @@ class _Known(weakref.ref[T]):
     __slots__ = ("base", "key")
 
     key: Key
-    base: object  # while it is held, torch gives no other tensor the address
+    base: Base | None
 
 
 class Registry(Generic[T]):
@@ -54,12 +54,12 @@ class Registry(Generic[T]):
         known = self._known.get(key)
         return known() if known is not None else None
 
-    def add(self, key: Key, value: T, base: torch.Tensor | None = None) -> None:
+    def add(self, key: Key, value: T, base: Base | None = None) -> None:
         """``value`` is found under ``key`` from now on. ``base``: as ``key_of`` gave it."""
         self._forget_dead()
         known = _Known(value, self._dead.append)
         known.key = key
-        known.base = _WeakTensorRef(base) if base is not None else None
+        known.base = base
         self._known[key] = known
 
     def living(self) -> list[T]:

@@ -51,11 +51,16 @@ def test_one_storage_is_known_by_whose_version_it_is() -> None:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
 
-    def key(of: torch.Tensor) -> Key:
-        return key_of(of, storage, storage.nbytes())[0]
+    held = []
 
+    def key(of: torch.Tensor) -> Key:
+        key, base = key_of(of, storage, storage.nbytes())
+        held.append(base)
+        return key
+
+    data = tensor.data
     assert key(tensor) == key(tensor[1:]) == key(tensor[1:].view(3, 1))
-    assert key(tensor) != key(tensor.data)
+    assert key(tensor) != key(data) == key(data)
     before = key(tensor)
     tensor[0] = 1
     assert key(tensor) != before
@@ -64,14 +69,15 @@ def test_one_storage_is_known_by_whose_version_it_is() -> None:
     assert key(tensor) != before
 
 
-def test_the_address_of_a_base_is_not_given_out_again_while_its_block_lives() -> None:
+def test_no_other_base_is_taken_for_one_whose_block_lives() -> None:
     registry, storage = Registry[Block](), torch.zeros(4).untyped_storage()
     held, found = block(), []
     for _ in range(50):
-        base = torch.empty(0).set_(storage)
-        key, _ = key_of(base, storage, storage.nbytes())
+        tensor = torch.empty(0).set_(storage)
+        key, base = key_of(tensor, storage, storage.nbytes())
         found.append(registry.find(key))
         if not registry.living():
             registry.add(key, held, base)
-        del base
+        del tensor, base
     assert found == [None] * 50
+    assert registry.living() == [held]
