@@ -50,10 +50,11 @@ class Overruns:
         if tensor.grad_fn is None:
             self._data.track(storage)
 
-    def forget(self, storage: torch.UntypedStorage) -> None:
-        """It is an input of the forward that begins, and counts when it is saved again."""
-        self._tiers.live.forget(storage)
-        self._data.forget(storage)
+    def forget(self, done: Pass) -> None:
+        """Its batch is the caller's: it counts from when the pass saves it until that is over."""
+        for storage in filter(None, (r() for r in done.batch)):
+            self._tiers.live.forget(storage)
+            self._data.forget(storage)
 
     def is_crowded(self, spare_bytes: int | None) -> bool:
         """Whether more is there than that, data apart, which stays from step to step."""

@@ -212,6 +212,7 @@ class Pass:
     input_bytes: int = 0
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
+    batch: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # on the cpu
     start_bytes: int = 0  # of the allocator
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes

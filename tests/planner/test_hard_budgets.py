@@ -207,6 +207,46 @@ def test_results_of_the_step_before(open_session: Opener) -> None:
     assert max(peaks) <= budget
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_batches_that_stay_in_memory(is_given: bool, open_session: Opener) -> None:
+    """They are the caller's before and after: each counts while a step has saved it."""
+    model, batches = waves(), [rand(256, 64) for _ in range(STEPS)]
+    found = measure_model(
+        model, lambda: model(batches[0]).sum().backward(), device="cpu", min_offload_bytes=0
+    )
+    budget = int(0.4 * found.floor_bytes + 0.6 * found.plain_bytes)
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, found.plan(budget) if is_given else "auto"):
+        for batch in batches:
+            with session.step() as step:
+                model(batch).sum().backward()
+            assert step.report.peak_live_bytes <= budget
+            assert not step.report.warnings
+
+
+def test_accumulation_over_batches(open_session: Opener) -> None:
+    """The floor is the same for several of them as for one."""
+    model, batches = waves(), [rand(256, 64) for _ in range(4)]
+
+    def run_on(batches: list[Tensor]) -> None:
+        for batch in batches:
+            model(batch).sum().backward()
+
+    floors = [
+        measure_model(
+            model, lambda n=n: run_on(batches[:n]), device="cpu", min_offload_bytes=0
+        ).floor_bytes
+        for n in (1, 4)
+    ]  # fmt: skip
+    assert floors[0] == floors[1]
+    session = open_session(device="cpu", device_budget=floors[0])
+    with session.apply(model, "auto"):
+        for number in range(STEPS):
+            with session.step() as step:
+                run_on(batches)
+            assert number == 0 or step.report.peak_live_bytes <= floors[0]
+
+
 class Deep(nn.Module):
     """As many blocks as it is told."""
 
