@@ -189,7 +189,8 @@ class Auto:
         action, record = self._phases[study.phase]
         known = bool(study.profile.segments)
         return Assignment(
-            default=action,
+            dict.fromkeys(study.profile.keys, action),
+            default=self._phases[0][0],
             gap_default="disk" if self._slow == "disk" else "keep",
             needs=needs_under(study.profile, self.budgets, action) if known else (),
             limit_bytes=int(self.budgets.device_bytes),

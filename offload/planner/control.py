@@ -41,7 +41,7 @@ from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, 
 from offload.recompute.selective import selective
 from offload.report import Counters
 from offload.tiers import Tiers
-from offload.tiers.gate import STRIDE
+from offload.tiers.gate import STRIDE, UNPLANNED
 
 __all__ = ["Controller", "Scheme"]
 
@@ -279,9 +279,9 @@ class Controller:
         name = visit.action.partition(":")[0]
         way = WAYS[Action.of(name)]
         limit = current.assignment.limits.get(visit.key)
-        number = current.first + 2 * visit.number + 1
+        entry = 2 * visit.number + 1 if visit.number >= 0 else UNPLANNED
         try:
-            with self.hooks.placed(way.placement, number, limit):
+            with self.hooks.placed(way.placement, current.first + entry, limit):
                 module = rule.module()
                 assert module is not None
                 # Also where it runs once: what it keeps was measured where it ran twice.
@@ -303,14 +303,18 @@ class Controller:
         key = f"{name}#{calls + 1}" if calls else name
         assigned = current.assignment
         visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
-        visit.before, current.after = current.after, Gap()
-        current.visits.append(visit)
+        visit.before = current.after
         self._make_room(current, 2 * visit.number + 1)
         current.open = visit
         if assigned.record:
             visit.lingering = self._observer.lingering(current)
-            self._observer.note_collected(current.visits[:-2])  # the last may be its input
+            self._observer.note_collected(current.visits[:-1])  # the last may be its input
             self._observer.begin_peak(visit)
+        if key in (assigned.actions or (key,)) and self._unseen[key] < _LEFT_OUT:
+            current.visits.append(visit)
+            current.after = Gap()
+        else:
+            visit.number = -1
         visit.entered = self._clock.stamp()
         return visit
 
@@ -319,7 +323,7 @@ class Controller:
         current.open = None
         if current.assignment.record:
             self._observer.end_forward(visit)
-        self._make_room(current, 2 * visit.number + 2)
+        self._make_room(current, 2 * len(current.visits))
 
     def _make_room(self, current: Pass, entry: int) -> None:
         needs = current.assignment.needs
@@ -335,9 +339,8 @@ class Controller:
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(lambda _: self._backward(current, visit, rule))  # type: ignore[no-untyped-call]
                 marked = True
-        unknown = visit.key not in (current.assignment.actions or (visit.key,))  # to the plan
-        if not marked or unknown or self._unseen[visit.key] >= _LEFT_OUT:
-            current.visits.remove(visit)  # it takes no part in backward, or none that is planned
+        if not marked and visit.number >= 0:
+            current.visits.remove(visit)
             visit.number = -1
             current.after = visit.before  # that gap goes on
 

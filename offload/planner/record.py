@@ -134,7 +134,8 @@ class Visit:
 
     Attributes:
         key: the segment's name, with ``#2`` and so on for further calls in one forward.
-        number: among the visits of the pass; -1: it takes no part in the backward.
+        number: among the visits of the pass; -1: it takes no part in the backward, or none as
+            planned.
         action: what was done with its activations.
         entered, left, began: stamps of its forward, and of the beginning of its backward.
         backward: the number of that backward, as autograd counts them.
@@ -252,8 +253,8 @@ class Pass:
 
     @property
     def all_recomputed(self) -> bool:
-        """Whether it was to be measured with everything recomputed."""
-        return self.assignment.default.startswith("recompute")
+        """Whether each segment was computed again."""
+        return all(v.action.startswith("recompute") for v in self.visits)
 
     def times(self) -> list[tuple[float, float, float, float]]:
         """For each visit: seconds before it, of its forward, backward and recomputation."""

@@ -9,9 +9,10 @@ is in force it says what each segment needs; without one only the limit counts.
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["STRIDE", "Gate", "Need"]
+__all__ = ["STRIDE", "UNPLANNED", "Gate", "Need"]
 
 STRIDE = 1 << 16  # between the numbers of a segment's blocks in two forwards of a step
+UNPLANNED = STRIDE - 1  # instead of an entry: of what takes no part in backward, or none as planned
 
 
 class Need(NamedTuple):

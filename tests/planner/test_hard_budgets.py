@@ -247,6 +247,45 @@ def test_accumulation_over_batches(open_session: Opener) -> None:
             assert number == 0 or step.report.peak_live_bytes <= floors[0]
 
 
+class CutOff(nn.Module):
+    """A block that no gradient leaves."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x.detach())
+        return out
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_blocks_that_take_no_part_in_backward(share: float, open_session: Opener) -> None:
+    """Their activations are nobody's: they are neither kept nor brought back for others."""
+    model, x = nn.Sequential(*waves(4), *map(CutOff, waves(1)), *waves(1)), rand(256, 64)
+    names = [str(i) for i in range(len(model))]
+
+    def run() -> None:
+        model(x).square().mean().backward()
+
+    run()
+    expected = [g.clone() for g in grads(model[4], model[5])]
+    found = measure_model(model, run, segments=names, device="cpu", min_offload_bytes=0)
+    assert [s.key for s in found.study.profile.segments] == names[4:]
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    session, peaks = open_session(device="cpu", device_budget=budget), []
+    with session.apply(model, "auto", segments=names) as planned:
+        for _ in range(STEPS):
+            model.zero_grad()
+            with session.step() as step:
+                run()
+            assert_identical(expected, grads(model[4], model[5]))
+            peaks.append(step.report.peak_live_bytes)
+        assert planned.plan is not None
+    # Who takes part is known after two steps; the next is measured as leanly as can be.
+    assert max(peaks[3:]) <= budget
+
+
 class Deep(nn.Module):
     """As many blocks as it is told."""
 
