@@ -245,8 +245,10 @@ def measure_model(
             study = auto.newest
             if study is None or study.plan is None:
                 raise SegmentError(
-                    "the step could not be measured: it has to run a forward of the model's "
-                    "segments and their backward, with inputs of the same shapes each time"
+                    "the step could not be measured: it has to run a forward of the model and a "
+                    "backward that reaches its segments, the same ones each time, with inputs of "
+                    "the same shapes; none is reached where their results are detached or need no "
+                    "gradient"
                 )
             budgets = budgets_of(session._tiers, limit)
             return Measurement(study, budgets, study.plan.signature, auto)

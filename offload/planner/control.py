@@ -299,8 +299,8 @@ class Controller:
         return result
 
     def _enter(self, current: Pass, name: str) -> Visit:
-        calls = sum(v.key.partition("#")[0] == name for v in current.visits)
-        key = f"{name}#{calls + 1}" if calls else name
+        current.calls[name] += 1
+        key = f"{name}#{current.calls[name]}" if current.calls[name] > 1 else name
         assigned = current.assignment
         visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
         visit.before = current.after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -211,9 +212,10 @@ class Pass:
     in_flight: int = 1
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     input_bytes: int = 0
+    batch: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # on the cpu
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
-    batch: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # on the cpu
+    calls: Counter[str] = field(default_factory=Counter)  # by segment, that have begun
     start_bytes: int = 0  # of the allocator
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes

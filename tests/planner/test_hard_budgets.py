@@ -286,6 +286,38 @@ def test_blocks_that_take_no_part_in_backward(share: float, open_session: Opener
     assert max(peaks[3:]) <= budget
 
 
+class Siamese(nn.Module):
+    """Runs its blocks twice: with the results of the first time as a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = waves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = self.blocks(x.flip(0)).detach()
+        return (self.blocks(x) - target).square().mean()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_blocks_of_which_one_call_takes_no_part(share: float, open_session: Opener) -> None:
+    model, x = Siamese(), rand(256, 64)
+    model(x).backward()
+    expected = [g.clone() for g in grads(model)]
+    found = measure_model(model, lambda: model(x).backward(), device="cpu", min_offload_bytes=0)
+    keys = [s.key for s in found.study.profile.segments]
+    assert keys == [f"blocks.{i}#2" for i in range(4)]
+    budget = int(found.floor_bytes + share * (found.plain_bytes - found.floor_bytes))
+    session = open_session(device="cpu", device_budget=budget)
+    with session.apply(model, "auto") as planned:
+        for number in range(STEPS):
+            model.zero_grad()
+            with session.step() as step:
+                model(x).backward()
+            assert_identical(expected, grads(model))
+            assert number < 4 or step.report.peak_live_bytes <= budget
+        assert planned.plan is not None
+
+
 class Deep(nn.Module):
     """As many blocks as it is told."""
 
