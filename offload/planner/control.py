@@ -2,8 +2,7 @@
 
 A controller rules the model's segments for a session. When a forward begins it is told what to do
 with each segment (an ``Assignment``), and when that forward's backward has ended it tells what
-happened (a ``Pass``). Before a segment's forward, and before its backward, it lets the tiers make
-the room that the assignment says it needs.
+happened (a ``Pass``).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from offload.planner.record import (
     Visit,
     signature_of,
 )
+from offload.planner.rooms import Rooms
 from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn
 from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, once, recomputed
@@ -129,20 +129,17 @@ class Controller:
         check_unruled(chosen)
         self.tell = once()
         self._policy = hooks.policy
-        self._limit_bytes = tiers.gate.limit_bytes
         self.applied = Applied(chosen, lambda name, module, _: _PlannedRule(name, module, self))
         hooks.policy = lambda _: Placement.KEEP  # what is outside of segments
         hooks.watch = self._saw
-        tiers.gate.planned = True
+        self._rooms = Rooms(tiers, self._overruns)
 
     def remove(self) -> None:
         """Make model and session what they were."""
         self.applied.remove()
         self.hooks.policy, self.hooks.watch = self._policy, None
         self.hooks.held = frozenset()
-        gate = self._tiers.gate
-        gate.limit_bytes, gate.needs, gate.planned = self._limit_bytes, (), False
-        gate.strict = False
+        self._rooms.close()
 
     # -- steps and passes -------------------------------------------------------------------------
 
@@ -190,7 +187,7 @@ class Controller:
             current.gradient_bytes = missing_gradients(self._model())
         if assigned.watch_peak and not self._is_cpu:
             torch.accelerator.reset_peak_memory_stats()
-        self._tell_gate(current)
+        self._rooms.begin(current, self._waiting)
         self._step_outside(current)
         return current
 
@@ -202,16 +199,6 @@ class Controller:
             self.hooks.place(None)
         else:
             self.hooks.place(way.placement, current.first + 2 * number)
-
-    def _tell_gate(self, current: Pass) -> None:
-        gate, assigned = self._tiers.gate, current.assignment
-        with self._tiers.lock:
-            gate.begin(assigned.needs, current.first)
-            if self._overruns is not None:
-                waiting = [p for p in (r() for r in self._waiting) if p is not None]
-                gate.strict = self._overruns.is_strict(current, waiting)
-            if assigned.limit_bytes is not None:
-                gate.limit_bytes = assigned.limit_bytes
 
     def _in_flight(self) -> int:
         """Other forwards whose backward is still to come."""
@@ -236,7 +223,7 @@ class Controller:
         self._waiting = [r for r in self._waiting if r() is not current]
         self._pass = current
         current.pauses[-1] = (current.pauses[-1][0], stamp)
-        self._tell_gate(current)
+        self._rooms.begin(current, self._waiting)
         return True
 
     def _close_pass(self, ended: Any) -> None:
@@ -304,7 +291,7 @@ class Controller:
         assigned = current.assignment
         visit = Visit(key, len(current.visits), assigned.actions.get(key, assigned.default))
         visit.before = current.after
-        self._make_room(current, 2 * visit.number + 1)
+        self._rooms.make(current, 2 * visit.number + 1)
         current.open = visit
         if assigned.record:
             visit.lingering = self._observer.lingering(current)
@@ -323,14 +310,7 @@ class Controller:
         current.open = None
         if current.assignment.record:
             self._observer.end_forward(visit)
-        self._make_room(current, 2 * len(current.visits))
-
-    def _make_room(self, current: Pass, entry: int) -> None:
-        needs = current.assignment.needs
-        if entry < len(needs):
-            with self._tiers.lock:
-                self._tiers.gate.enter(entry)
-                self._tiers.make_room(needs[entry].forward_bytes)
+        self._rooms.make(current, 2 * len(current.visits))
 
     def _mark_backward(self, current: Pass, visit: Visit, rule: _PlannedRule, result: Any) -> None:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -356,7 +336,7 @@ class Controller:
         if visit.backward == _graph_task_id():
             return  # of another result
         if visit.began is not None or not (current is self._pass or self._resume(current, stamp)):
-            self._make_room_back(current, visit, planned=False)
+            self._rooms.make_back(current, visit, planned=False)
             return
         visit.backward = _graph_task_id()
         # Where what follows was not let go of, the plan does not know what is there.
@@ -369,22 +349,13 @@ class Controller:
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
             self._observer.end_backward(current.visits[visit.number + 1])
-        self._make_room_back(current, visit, planned=is_planned)
+        self._rooms.make_back(current, visit, planned=is_planned)
         self.hooks.foresee()
         if current.assignment.record:
             visit.lingering_back = self._observer.lingering(current)
             # What came early is not of this segment.
             self._observer.begin_peak(visit)
             visit.gradient_bytes = missing_gradients(rule.module())
-
-    def _make_room_back(self, current: Pass, visit: Visit, *, planned: bool) -> None:
-        entry, needs, gate = 2 * visit.number + 1, current.assignment.needs, self._tiers.gate
-        with self._tiers.lock:
-            gate.strict |= self._is_cpu and not planned
-            gate.at = entry if entry < len(needs) else -1
-            if entry < len(needs):
-                there = self._tiers.leaving_bytes(current.first + entry)
-                self._tiers.make_room(max(0, needs[entry].backward_bytes - there))
 
     # -- regions ----------------------------------------------------------------------------------
 
