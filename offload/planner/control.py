@@ -177,8 +177,7 @@ class Controller:
         storages = [storage_of(t) for t in tensors if t.grad_fn is None]
         self.hooks.held = frozenset(s._cdata for s in storages if s is not None)
         if self._overruns is not None:
-            current.batch = [weakref.ref(s) for s in storages if s is not None]
-            self._overruns.forget(current)  # an earlier pass may have saved them
+            self._overruns.receive(current, filter(None, storages), self._waiting)
             current.crowded = self._overruns.is_crowded(assigned.spare_bytes)
         if assigned.record and self._recorded is not None and not self._in_flight():
             current.leftover = self._observer.lingering(self._recorded)
@@ -239,8 +238,6 @@ class Controller:
                 self._observer.end_backward(done.visits[0])
         if self._overruns is not None:
             self._overruns.judge(done, self._counters)
-            if done.in_backward:  # else its graph may be there still
-                self._overruns.forget(done)
         if done.assignment.watch_peak and not self._is_cpu:
             done.peak_bytes = torch.accelerator.max_memory_allocated()
         self._recorded = done if done.assignment.record else None

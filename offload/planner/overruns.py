@@ -15,6 +15,7 @@ come, as some of it may be there already, and nothing should leave for that.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -44,17 +45,31 @@ class Overruns:
         self._data = LiveBytes()  # what is saved and no operation of a graph has made
         self._wrong: object = None  # the needs of a plan that did not hold
         self._told_over_bytes = self._told_evicted_bytes = 0
+        # Of each pass that began, until it is known to be over.
+        self._batches: list[tuple[weakref.ref[Pass], list[weakref.ref[torch.UntypedStorage]]]] = []
 
     def saw(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """``tensor`` is about to be saved."""
         if tensor.grad_fn is None:
             self._data.track(storage)
 
-    def forget(self, done: Pass) -> None:
-        """Its batch is the caller's: it counts from when the pass saves it until that is over."""
-        for storage in filter(None, (r() for r in done.batch)):
-            self._tiers.live.forget(storage)
-            self._data.forget(storage)
+    def receive(
+        self,
+        current: Pass,
+        batch: Iterable[torch.UntypedStorage],
+        waiting: Iterable[weakref.ref[Pass]],
+    ) -> None:
+        """``current`` begins, with a batch that is the caller's: it counts from when it is saved
+        until another begins and ``current`` is not ``waiting`` for its backward.
+        """
+        still = {id(p) for p in (r() for r in waiting) if p is not None}
+        over = [storages for of, storages in self._batches if id(of()) not in still]
+        self._batches = [known for known in self._batches if id(known[0]()) in still]
+        self._batches.append((weakref.ref(current), [weakref.ref(s) for s in batch]))
+        for refs in [*over, self._batches[-1][1]]:
+            for storage in filter(None, (r() for r in refs)):
+                self._tiers.live.forget(storage)
+                self._data.forget(storage)
 
     def is_crowded(self, spare_bytes: int | None) -> bool:
         """Whether more is there than that, data apart, which stays from step to step."""

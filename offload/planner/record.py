@@ -212,7 +212,6 @@ class Pass:
     in_flight: int = 1
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     input_bytes: int = 0
-    batch: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # on the cpu
     ended: Any = None
     visits: list[Visit] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # by segment, that have begun

@@ -207,19 +207,26 @@ def test_results_of_the_step_before(open_session: Opener) -> None:
     assert max(peaks) <= budget
 
 
+@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_batches_that_stay_in_memory(is_given: bool, open_session: Opener) -> None:
-    """They are the caller's before and after: each counts while a step has saved it."""
-    model, batches = waves(), [rand(256, 64) for _ in range(STEPS)]
-    found = measure_model(
-        model, lambda: model(batches[0]).sum().backward(), device="cpu", min_offload_bytes=0
-    )
+def test_batches_that_stay_in_memory(is_given: bool, dropped: bool, open_session: Opener) -> None:
+    """They are the caller's before and after: each counts while a step has saved it, also for a
+    forward that nobody asks backward of.
+    """
+    model, batches = waves(), [rand(256, 64) for _ in range(2 * STEPS)]
+
+    def run_on(batch: Tensor, other: Tensor) -> None:
+        if dropped:
+            model(other)
+        model(batch).sum().backward()
+
+    found = measure_model(model, lambda: run_on(*batches[:2]), device="cpu", min_offload_bytes=0)
     budget = int(0.4 * found.floor_bytes + 0.6 * found.plain_bytes)
     session = open_session(device="cpu", device_budget=budget)
     with session.apply(model, found.plan(budget) if is_given else "auto"):
-        for batch in batches:
+        for number in range(STEPS):
             with session.step() as step:
-                model(batch).sum().backward()
+                run_on(batches[2 * number], batches[2 * number + 1])
             assert step.report.peak_live_bytes <= budget
             assert not step.report.warnings
 
