@@ -209,7 +209,9 @@ class Auto:
         if study.plan is None:
             self._note_lean(study, done, counters)
             study.judged = counters.started_ns
-            self._next_phase(study, done.signature)
+            # Of several in flight, some may go by what was measured before.
+            if all(v.action == self._phases[study.phase][0] for v in done.visits):
+                self._next_phase(study, done.signature)
         else:
             found = _measured(done, counters)
             self._judge(study, found, done.signature, lambda: self._rates(counters, Links()))

@@ -179,8 +179,8 @@ class Controller:
         if self._overruns is not None:
             self._overruns.receive(current, filter(None, storages), self._waiting)
             current.crowded = self._overruns.is_crowded(assigned.spare_bytes)
-        if assigned.record and self._recorded is not None and not self._in_flight():
-            current.leftover = self._observer.lingering(self._recorded)
+        if assigned.record:
+            current.leftover = self._leftover()
         if assigned.record and not self._is_cpu and not self._in_flight():
             current.start_bytes = torch.accelerator.memory_allocated()
             current.gradient_bytes = missing_gradients(self._model())
@@ -203,6 +203,11 @@ class Controller:
         """Other forwards whose backward is still to come."""
         self._waiting = [r for r in self._waiting if r() is not None]
         return len(self._waiting)
+
+    def _leftover(self) -> dict[int, int]:
+        """What is in other hands of the pass before, and of those that wait."""
+        others = filter(None, [self._recorded, *(r() for r in self._waiting)])
+        return {k: n for other in others for k, n in self._observer.lingering(other).items()}
 
     def _put_aside(self, stamp: Any) -> None:
         """Another forward, or its backward, takes the place of the present one."""
@@ -341,8 +346,8 @@ class Controller:
         is_planned = all(v.began is not None for v in later) and not _keeps_graph()
         if not current.in_backward:
             current.in_backward, current.in_flight = True, 1 + self._in_flight()
-            if current.leftover:
-                current.leftover_back = self._observer.living(current.leftover)
+            if current.assignment.record:
+                current.leftover_back = self._leftover()
         visit.began = stamp
         if current.assignment.record and visit.number + 1 < len(current.visits):
             self._observer.end_backward(current.visits[visit.number + 1])

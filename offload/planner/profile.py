@@ -57,7 +57,7 @@ class ModelProfile:
         self.slow = slow
         self.min_offload_bytes = min_offload_bytes
         self.base_bytes = 0  # of the device, in use by the model where the budget counts that
-        # Of the pass before, in other hands while forward and backward run.
+        # Of other passes, in other hands while forward and backward run.
         self.leftover_bytes = self.leftover_back_bytes = 0
         self._full_bytes = math.inf  # with all gradients
         self.segments: list[SegmentProfile] = []

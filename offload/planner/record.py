@@ -218,7 +218,7 @@ class Pass:
     start_bytes: int = 0  # of the allocator
     peak_bytes: int = 0  # most of the allocator, where that was watched
     gradient_bytes: int = 0  # of all parameters, that this backward makes
-    # Of what the pass before has saved, what is in other hands when forward and backward begin.
+    # Of what other passes have saved, what is in other hands when forward and backward begin.
     leftover: dict[int, int] = field(default_factory=dict)
     leftover_back: dict[int, int] = field(default_factory=dict)
     after: Gap = field(default_factory=Gap)  # after the last segment so far

@@ -32,6 +32,13 @@ SCHEDULES = {
 IN_FLIGHT = {"gpipe": 4, "1f1b": 2, "accumulation": 1}
 
 
+class Wide(nn.Sequential):
+    """A block that is wider inside."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
 def scheduled(model: nn.Module, schedule: str, seed: int = 0) -> None:
     losses: dict[str, Tensor] = {}
     for what, number in (entry for entry in SCHEDULES[schedule]):
@@ -97,6 +104,34 @@ def test_the_peak_of_all_kept_is_foreseen(schedule: str, open_session: Opener) -
     with session.apply(model, found.uniform("keep")), session.step() as step:
         scheduled(model, schedule)
     assert step.report.peak_live_bytes == pytest.approx(found.plain_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("newest", [False, True])
+def test_results_that_are_held_until_all_have_run(
+    newest: bool, count: int, open_session: Opener
+) -> None:
+    """They are there beside the forwards and backwards of others: all, or the newest."""
+    model = nn.Sequential(*(Wide() for _ in range(3)))
+
+    def run() -> None:
+        results, losses = [], []
+        for number in range(count):
+            results.append(model(rand(64, 32, seed=number)))
+            losses.append(results[-1].square().mean())
+            if newest:
+                results = results[-1:]
+        torch.stack(losses).sum().backward()
+
+    found = measure_model(model, run, device="cpu", min_offload_bytes=0)
+    session = open_session(device="cpu", device_budget=found.floor_bytes)
+    with session.apply(model, "auto") as planned:
+        for number in range(8):
+            with session.step() as step:
+                run()
+            assert number < 2 or step.report.peak_live_bytes <= found.floor_bytes
+        assert planned.plan is not None
+        assert planned.plan.in_flight == count
 
 
 def test_a_forward_whose_graph_is_dropped_waits_for_nothing(open_session: Opener) -> None:
