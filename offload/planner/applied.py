@@ -11,8 +11,9 @@ from torch import nn
 from offload.agreement import agreement_on
 from offload.errors import PlanError, SegmentError
 from offload.hooks import Hooks
-from offload.planner.auto import Auto, Fixed
+from offload.planner.auto import Auto
 from offload.planner.control import Controller
+from offload.planner.fixed import Fixed
 from offload.planner.plan import Plan
 from offload.planner.profile import Budgets
 from offload.planner.rates import remembered_links

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.agreement import Agreement
 from offload.errors import PlanError, warn_user
+from offload.planner.fixed import assignment_of, measured_of
 from offload.planner.joint import News, together
 from offload.planner.model import Chain, Links
 from offload.planner.needs import fits_under, needs_under, spare_under, uniform_choice
@@ -29,10 +30,10 @@ from offload.planner.rates import measured_links
 from offload.planner.record import Assignment, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
-from offload.trace import merged, total_ns
+from offload.trace import merged
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["Auto", "Fixed", "Study"]
+__all__ = ["Auto", "Study"]
 
 _ESTIMATING = 2  # plans that are made to measure what could only be estimated
 _YOUNG = 8  # passes under plans whose peak is looked at
@@ -58,50 +59,6 @@ class Study:
     judged: int = -1  # the step in which the plan was made, or judged last
     fell_back: bool = False
     begun: int = 0  # how often it was measured from the start
-
-
-class Fixed:
-    """The scheme of a plan that was made before."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.measured: list[Measured] = []
-        self._assignment = assignment_of(plan)
-        self._told = self._told_of_others = False
-
-    def assign(self, signature: str) -> Assignment:
-        if signature != self.plan.signature and not self._told:
-            self._told = True
-            warn_user(
-                f"the plan was made for inputs {self.plan.signature}, and these are {signature}: "
-                'its budget is kept, its predictions do not hold; apply "auto" plans for each'
-            )
-        return self._assignment
-
-    def finished(self, done: Pass, counters: Counters) -> None:
-        if done.in_flight > self.plan.in_flight and not self._told_of_others:
-            self._told_of_others = True
-            warn_user(
-                f"{done.in_flight} forwards wait for their backward at one time, and the plan was "
-                f"made for {self.plan.in_flight}: its budget is kept, its predictions do not hold; "
-                'apply "auto", or measure a plan in such steps'
-            )
-        if done.complete:
-            self.measured.append(_measured(done, counters))
-
-
-def assignment_of(plan: Plan) -> Assignment:
-    """A plan as a controller wants it."""
-    return Assignment(
-        plan.actions,
-        plan.limits,
-        plan.gap_actions,
-        # What nobody has planned for runs as leanly as can be.
-        default="recompute+disk" if plan.device == "cpu" else "recompute+host",
-        needs=plan.needs,
-        limit_bytes=int(plan.budgets.device_bytes),
-        spare_bytes=int(plan.budgets.device_bytes) - plan.peak_bytes + plan.before_bytes,
-    )
 
 
 class Auto:
@@ -213,7 +170,7 @@ class Auto:
             if all(v.action == self._phases[study.phase][0] for v in done.visits):
                 self._next_phase(study, done.signature)
         else:
-            found = _measured(done, counters)
+            found = measured_of(done, counters)
             self._judge(study, found, done.signature, lambda: self._rates(counters, Links()))
 
     # -- several ranks ----------------------------------------------------------------------------
@@ -232,7 +189,7 @@ class Auto:
             self._note_lean(own, done, counters)
             news.lean_seconds = own.lean_seconds
         else:
-            news.measured.append(_measured(done, counters))
+            news.measured.append(measured_of(done, counters))
             news.links = self._rates(counters, Links())
 
     def _decide(self, group: Agreement) -> None:
@@ -387,16 +344,3 @@ class Auto:
     def chain_of(self, study: Study, budgets: Budgets) -> Chain:
         """The problem for other budgets than its own."""
         return study.profile.chain_with_margin(budgets, study.margin_bytes)
-
-
-def _measured(done: Pass, counters: Counters) -> Measured:
-    return Measured(
-        step=counters.started_ns,
-        seconds=done.seconds([]),
-        peak_bytes=done.peak_bytes or counters.peak_live_bytes,
-        stall_seconds=(counters.stall_ns + counters.backpressure_ns) / 1e9,
-        misses=counters.misses + counters.lates,
-        moved_bytes=counters.offloaded_bytes,
-        evicted_bytes=counters.evicted_bytes,
-        transfer_seconds=total_ns(counters.transfers) / 1e9,
-    )

@@ -316,11 +316,9 @@ class Controller:
 
     def _mark_backward(self, current: Pass, visit: Visit, rule: _PlannedRule, result: Any) -> None:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        marked = False
-        for output in outputs:
-            if output.requires_grad and output.grad_fn is not None:
-                output.register_hook(lambda _: self._backward(current, visit, rule))  # type: ignore[no-untyped-call]
-                marked = True
+        marked = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+        for output in marked:
+            output.register_hook(lambda _: self._backward(current, visit, rule))  # type: ignore[no-untyped-call]
         if not marked and visit.number >= 0:
             current.visits.remove(visit)
             visit.number = -1
