@@ -71,6 +71,8 @@ def expect_writable(path: str | os.PathLike[str]) -> None:
         number = errno.EISDIR
     elif not os.fspath(path) or not asked.exists():
         number = errno.ENOENT
+    elif asked is not target and not asked.is_dir():
+        number = errno.ENOTDIR
     elif not os.access(asked, os.W_OK):
         number = errno.EACCES
     if number:

@@ -5,6 +5,7 @@ Traces are in the Trace Event Format. In the merged one the process number is th
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,14 @@ __all__ = ["command", "merged_trace"]
 JsonObject = dict[str, Any]
 
 
-def merged_trace(traces: Sequence[JsonObject | list[Any]]) -> JsonObject:
+def merged_trace(traces: Sequence[JsonObject | list[Any]], names: Sequence[str] = ()) -> JsonObject:
     """One trace with the events of all ranks.
 
     Args:
         traces: one of each rank, in the order of the ranks, unless they say ``rank`` in their
             ``otherData``. Each is an object with ``traceEvents``, or a list of events. Those that
             all say ``started_unix_ns`` are put on one clock; others begin together.
+        names: of the traces, for messages.
 
     Returns:
         A trace whose process numbers are the ranks. Of a trace with several processes, the second
@@ -45,7 +47,7 @@ def merged_trace(traces: Sequence[JsonObject | list[Any]]) -> JsonObject:
     """
     whole: list[JsonObject] = [t if isinstance(t, dict) else {"traceEvents": t} for t in traces]
     for number, trace in enumerate(whole):
-        _check(trace, number)
+        _check(trace, names[number] if names else f"trace {number}")
     about: list[JsonObject] = [trace.get("otherData") or {} for trace in whole]
     ranks = [int(a.get("rank", number)) for number, a in enumerate(about)]
     if len(set(ranks)) < len(ranks):
@@ -63,26 +65,24 @@ def merged_trace(traces: Sequence[JsonObject | list[Any]]) -> JsonObject:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _check(trace: JsonObject, number: int) -> None:
+def _check(trace: JsonObject, name: str) -> None:
     """Refuse what the merging below could not read."""
     events = trace.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
-        raise ValueError(f"trace {number} has no list of traceEvents")
+        raise ValueError(f"{name} has no list of traceEvents")
     for at, event in enumerate(events):
         if (
             not isinstance(event.get("ts", 0), (int, float))
             or not isinstance(event.get("pid"), (int, str, type(None)))
             or not isinstance(event.get("args", {}), dict)
         ):
-            raise ValueError(f"event {at} of trace {number} is none of the Trace Event Format")
+            raise ValueError(f"event {at} of {name} is none of the Trace Event Format")
     about = trace.get("otherData") or {}
     if not isinstance(about, dict):
-        raise ValueError(f"otherData of trace {number} is no object")
+        raise ValueError(f"otherData of {name} is no object")
     for key in {"rank", STARTED} & about.keys():
         if not isinstance(about[key], int):
-            raise ValueError(
-                f"otherData of trace {number} has the {key} {about[key]!r}: no integer"
-            )
+            raise ValueError(f"otherData of {name} has the {key} {about[key]!r}: no integer")
 
 
 def _of_rank(
@@ -127,13 +127,26 @@ def command(output: str, traces: tuple[Path, ...], quiet: bool) -> None:
     compressed (.gz). Exit status: 0 if it was written, 2 for wrong usage, 3 if it could not be.
     """
     try:
-        merged = merged_trace([_read(path) for path in traces])
+        _expect_no_rank(Path(output))
+        merged = merged_trace([_read(path) for path in traces], [str(path) for path in traces])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     data = json.dumps(merged).encode()
     save(output, gzip.compress(data) if output.endswith(".gz") else data)
     if not quiet:
         click.echo(f"{len(merged['traceEvents'])} events of {len(traces)} ranks in {output}")
+
+
+def _expect_no_rank(output: Path) -> None:
+    """Refuse to write over the trace of one rank: OUTPUT may have been forgotten."""
+    there = None
+    with contextlib.suppress(ValueError, OSError):  # it holds something else
+        there = _read(output) if output.is_file() else None
+    about = there.get("otherData") if isinstance(there, dict) else None
+    if isinstance(about, dict) and "rank" in about:
+        raise ValueError(
+            f"{output} is the trace of a rank: OUTPUT comes first, and is another file"
+        )
 
 
 def _read(path: Path) -> Any:

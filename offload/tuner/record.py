@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.config import Config
 from offload.live import hooks_below, is_parameter_like, storage_of
 from offload.placement import Placement, SavedTensor
+from offload.registry import Base, Key, key_of
 from offload.session import Session
 from offload.tuner.stopwatch import Stopwatch
 
@@ -99,7 +100,8 @@ class _Recorder:
         self._stopwatch = stopwatch
         self._lock = threading.Lock()
         self._asked = threading.local()  # .about: whether the session asked its policy just now
-        self._keys: dict[tuple[int, int], int] = {}  # storage and version -> block
+        self._keys: dict[Key, int] = {}  # block
+        self._bases: list[Base] = []  # of the keys
         self._storages: list[StorageWeakRef] = []  # also keep the addresses from being used again
         self._sizes: list[int] = []
         self._movable: list[bool] = []
@@ -135,11 +137,12 @@ class _Recorder:
         storage = _saved_by_forward(tensor)
         if storage is None:
             return None
-        key = (storage._cdata, tensor._version)
+        key, base = key_of(tensor, storage, storage.nbytes())
         with self._lock:
             block = self._keys.get(key)
             if block is None:
                 block = self._keys[key] = len(self._sizes)
+                self._bases.append(base)
                 self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 self._sizes.append(storage.nbytes())
                 self._movable.append(movable)

@@ -81,9 +81,11 @@ def test_json_is_pure_and_names_are_no_markup(script: Path, tmp_path: Path) -> N
     assert "[/b]odd.py:ok" in "".join(shown.output.split())  # it is wrapped
 
 
-def test_tuning_looks_first_whether_it_can_write(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parent", ["missing", "file"])
+def test_tuning_looks_first_whether_it_can_write(script: Path, tmp_path: Path, parent: str) -> None:
+    (tmp_path / "file").touch()
     found = CliRunner().invoke(
-        main, ["tune", f"{script}:value_error", "--output", str(tmp_path / "missing" / "o.toml")]
+        main, ["tune", f"{script}:value_error", "--output", str(tmp_path / parent / "o.toml")]
     )
     assert found.exit_code == 2
-    assert "missing" in found.output
+    assert parent in found.output

@@ -91,10 +91,10 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"traceEvents": [{"ts": "1"}]}', "event 0 of trace 0"),
-        ('{"traceEvents": [{"pid": [1]}]}', "event 0 of trace 0"),
-        ('{"traceEvents": [{"ph": "M", "args": null}]}', "event 0 of trace 0"),
-        ('{"traceEvents": [], "otherData": [1]}', "otherData of trace 0 is no object"),
+        ('{"traceEvents": [{"ts": "1"}]}', "event 0 of "),
+        ('{"traceEvents": [{"pid": [1]}]}', "event 0 of "),
+        ('{"traceEvents": [{"ph": "M", "args": null}]}', "event 0 of "),
+        ('{"traceEvents": [], "otherData": [1]}', "in.json is no object"),
         ('{"traceEvents": [], "otherData": {"rank": null}}', "rank None"),
         ('{"traceEvents": [], "otherData": {"started_unix_ns": "x"}}', "started_unix_ns 'x'"),
         ("[" * 100_000, "no trace"),
@@ -108,6 +108,17 @@ def test_files_that_are_no_traces_are_told(tmp_path: Path, text: str, message: s
     )
     assert found.exit_code == 2 and message in found.output
     assert not (tmp_path / "out.json").exists()
+
+
+def test_the_trace_of_a_rank_is_not_written_over(tmp_path: Path) -> None:
+    """OUTPUT was forgotten."""
+    names = [str(tmp_path / f"rank{i}.json") for i in range(3)]
+    for rank, name in enumerate(names):
+        Path(name).write_text(json.dumps(trace(slice_of("a", 1.0), rank=rank)))
+    before = Path(names[0]).read_text()
+    found = CliRunner().invoke(main, ["merge-traces", *names])
+    assert found.exit_code == 2 and "OUTPUT comes first" in found.output
+    assert Path(names[0]).read_text() == before
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
