@@ -208,16 +208,16 @@ class Hooks:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse and other kinds without a storage
-            return self._kept("kind", 0)
+            return self._count_kept("kind", 0)
         if self.watch is not None and not is_never_moved(tensor, nbytes):
             self.watch(tensor, storage)
         if nbytes < self._min_bytes:
             self._counters.kept_bytes["small"] += nbytes
             return None
         if is_parameter_like(tensor) or is_cast_of_parameter(tensor):
-            return self._kept("parameter", nbytes)
+            return self._count_kept("parameter", nbytes)
         if tensor._base is not None and is_part_of_data(tensor, nbytes):
-            return self._kept("view", nbytes)
+            return self._count_kept("view", nbytes)
         if not self._is_managed(tensor.device) or not has_plain_bytes(tensor, storage):
             return self._pack_part(tensor, nbytes)
         placement = self._placement(tensor, storage, nbytes)
@@ -227,15 +227,15 @@ class Hooks:
             self._tiers.saw(tensor.device)
             self._tiers.gate.strict |= evicts  # no plan knows of a backward that saves
             self._tiers.count(storage)
-            self._kept("backward" if evicts else "policy", nbytes)
+            self._count_kept("backward" if evicts else "policy", nbytes)
             return self._tiers.keep(tensor, storage)
         if self._tiers.in_child:
-            return self._kept("fork", nbytes)
+            return self._count_kept("fork", nbytes)
         if in_backward:
             # Saved inside a backward, by a recomputed region or for a double backward: wanted
             # again at once. It is ours all the same: what checkpoint's own hooks see must not
             # differ from what its forward saw.
-            self._kept("backward", nbytes)
+            self._count_kept("backward", nbytes)
             return tensor.detach(), tensor._version
         return self._take(tensor, storage, nbytes, placement)
 
@@ -243,7 +243,7 @@ class Hooks:
         """The same for a tensor without plain bytes of its own, which may have some within."""
         part = part_of(tensor) if self._is_managed(tensor.device) else None
         if part is None:
-            return self._kept("kind", nbytes)
+            return self._count_kept("kind", nbytes)
         packed = self._pack(part)
         return Wrapper(tensor, packed) if type(packed) is Ticket else None
 
@@ -296,7 +296,7 @@ class Hooks:
             leaving_bytes = tiers.outbound.leaving_bytes
             return gate.may_keep(self._asked.segment, nbytes if new else 0, leaving_bytes)
 
-    def _kept(self, reason: str, nbytes: int) -> object:
+    def _count_kept(self, reason: str, nbytes: int) -> object:
         self._counters.kept_bytes[reason] += nbytes
         return None
 

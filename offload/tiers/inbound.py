@@ -29,7 +29,7 @@ class Inbound:
         self._common = common
         self._disk = disk
         self._outbound = outbound
-        self._asked = -1  # the block asked for last
+        self._asked_last = -1  # the block asked for last
         self._guesses: deque[weakref.ref[Block]] = deque()  # brought back ahead in this step
         self._fetching: deque[weakref.ref[Block]] = deque()  # of those, not yet on the device
 
@@ -45,7 +45,7 @@ class Inbound:
         common, lane, state = self._common, self._common.lane, block.state
         if state is State.FETCHING or state is State.LIVE or state is State.OFFLOADING:
             return True
-        if block.reservation is not None or block.id == self._asked:
+        if block.reservation is not None or block.id == self._asked_last:
             return True  # fetched already, about to be reloaded
         # Whoever keeps the original alive may let go of it: a slot that is still there is better.
         in_slot = lane.host_is_device and state is not State.DISK
@@ -111,7 +111,7 @@ class Inbound:
         """Its device storage if it was what backward asked for last, and is still there: of a
         bundle that is true of all members but the first.
         """
-        storage = block.held if block.id == self._asked else None
+        storage = block.held if block.id == self._asked_last else None
         if storage is not None:
             self._common.counters.hits += 1
         return storage
@@ -151,7 +151,7 @@ class Inbound:
             counters.misses += 1
             storage = self._reload(block)
         block.reservation = None  # from here on it is at hand, and not early
-        self._asked = block.id
+        self._asked_last = block.id
         self.use(block)
         return storage
 
