@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offload import Session
+from offload import Session, layout
 from tests.support import assert_same, grads, ints, net, rand
 
 # torch imports its own deprecated parts for forward mode
@@ -176,6 +176,21 @@ def test_step_inside_inference_mode(session: Session) -> None:
     with torch.inference_mode(), session.step() as step:
         net()(torch.ones(2, 16))
     assert step.report.offloaded_blocks == 0
+
+
+def test_backward_inside_inference_mode(session: Session) -> None:
+    """Also where the first tensor that comes back does so there."""
+
+    def step(context):
+        x = rand(64).requires_grad_()
+        with context():
+            y = x.sin().sin().sum()
+        layout._empty.cache_clear()
+        with torch.inference_mode():
+            (first,) = torch.autograd.grad(y, x, retain_graph=True)
+        return [first.clone(), *torch.autograd.grad(y, x)]
+
+    assert_same(step, session)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
