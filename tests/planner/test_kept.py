@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -146,17 +145,29 @@ def test_pieces_are_written_through_all_the_room_that_there_is(open_session: Ope
     assert step.report.lanes["spill"].operations == 4  # of 32 pages
 
 
-def test_many_tensors_of_one_storage_take_no_longer_each(kept: Kept) -> None:
-    def seconds(number: int) -> float:
+def test_many_tensors_of_one_storage_take_no_more_work_each(kept: Kept) -> None:
+    def work(number: int) -> int:
+        """The instructions of Python that it takes to keep ``number`` views of one storage."""
         keeping = kept.session._tiers.outbound.keeping
         views = rand(number).unbind()
         storage = views[0].untyped_storage()
-        start = time.thread_time()
-        held = [keeping.add(view, storage) for view in views]
-        assert len(held) == number
-        return time.thread_time() - start
+        done = 0
 
-    assert min(seconds(16_000) for _ in range(3)) < 32 * min(seconds(1000) for _ in range(3))
+        def count(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal done
+            frame.f_trace_opcodes = True
+            done += event == "opcode"
+            return count
+
+        sys.settrace(count)
+        try:
+            held = [keeping.add(view, storage) for view in views]
+        finally:
+            sys.settrace(None)
+        assert len(held) == number
+        return done
+
+    assert work(4000) < 20 * work(250)
 
 
 def test_a_backward_after_the_session_leaves_what_it_kept(kept: Kept) -> None:
