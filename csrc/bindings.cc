@@ -1,7 +1,8 @@
 // The Python face of the engine: offload._native. Its contract is offload/_native.pyi.
 //
-// The only file that knows Python. Whatever waits or moves many bytes releases the GIL, and waits
-// in slices so that Ctrl-C is noticed. Failures of the operating system become OSError with errno.
+// Only this file and slot_handle.h know Python. Whatever waits or moves many bytes releases the
+// GIL, and waits in slices so that Ctrl-C is noticed. Failures of the operating system become
+// OSError with errno.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -24,8 +25,7 @@
 #include "file.h"
 #include "interpose.h"
 #include "queue.h"
-
-namespace py = pybind11;
+#include "slot_handle.h"
 
 namespace offload {
 namespace {
@@ -58,70 +58,6 @@ nanoseconds ToTimeout(std::optional<double> seconds) {
   if (*seconds > kLongestSeconds) return nanoseconds::max();
   return nanoseconds(static_cast<int64_t>(*seconds * 1e9));
 }
-
-// The Python object called Slot: a share of the memory that release() lets go of.
-//
-// Buffers exported from it share the memory through a lease of their own. torch.frombuffer gives
-// its Py_buffer back at once and keeps only the exporting object, so that object, not the
-// Py_buffer, must stand for the use: it is a capsule that holds the lease, and the tensor holds the
-// capsule.
-class SlotHandle {
- public:
-  explicit SlotHandle(std::shared_ptr<Slot> slot) : slot_(std::move(slot)) {}
-
-  const std::shared_ptr<Slot>& Get() const {
-    if (!slot_) throw py::value_error("the slot has been released already");
-    slot_->owner().Require("the slot");
-    return slot_;
-  }
-
-  uintptr_t Address() const { return reinterpret_cast<uintptr_t>(Get()->data()); }
-  size_t Nbytes() const { return Get()->nbytes(); }
-
-  void Release() {
-    Get();
-    if (!lease_.expired()) {
-      throw py::buffer_error("the slot is in use: a buffer or tensor still views its memory");
-    }
-    slot_.reset();
-  }
-
-  // Implements PyBufferProcs.bf_getbuffer.
-  static int GetBuffer(PyObject* self, Py_buffer* view, int flags) noexcept {
-    view->obj = nullptr;
-    try {
-      auto& handle = py::cast<SlotHandle&>(py::handle(self));
-      const std::shared_ptr<Slot> slot = handle.Get();
-      const py::object exporter = handle.Lease();
-      return PyBuffer_FillInfo(view, exporter.ptr(), slot->data(),
-                               static_cast<Py_ssize_t>(slot->nbytes()), /*readonly=*/0, flags);
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_BufferError, error.what());
-      return -1;
-    }
-  }
-
- private:
-  using LeaseHolder = std::shared_ptr<std::shared_ptr<Slot>>;
-
-  // A capsule that owns a share of the lease all current exports have in common.
-  py::object Lease() {
-    LeaseHolder lease = lease_.lock();
-    if (!lease) {
-      lease = std::make_shared<std::shared_ptr<Slot>>(slot_);
-      lease_ = lease;
-    }
-    auto owned = std::make_unique<LeaseHolder>(std::move(lease));
-    py::capsule capsule(owned.get(), [](void* pointer) {
-      const std::unique_ptr<LeaseHolder> dropped(static_cast<LeaseHolder*>(pointer));
-    });
-    static_cast<void>(owned.release());  // the capsule's now
-    return capsule;
-  }
-
-  std::shared_ptr<Slot> slot_;
-  std::weak_ptr<std::shared_ptr<Slot>> lease_;
-};
 
 // The Python object called Queue: closing and dying wait for the disk, so both let the GIL go.
 class QueueHandle {
