@@ -7,6 +7,10 @@ last. Where the device's memory is host memory, every block goes on to the disk 
 
 When there is no room the forward waits (backpressure) and does not run out of memory. When anything
 fails, the tensor stays where it is: training goes on.
+
+[Note: why a copy on the cpu] The disk could be written from the tensor's own pages. Measured, that
+saves 1 % of a step and no memory: the tensor then stays for as long as the slot would have, and the
+pool must hold back what is freed or resized under the write.
 """
 
 import weakref
