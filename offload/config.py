@@ -9,14 +9,14 @@ import attrs
 import torch
 from attrs import Attribute, Converter, field
 
-from offload.machine import (
+from offload.optionfile import read_options, what_there_is
+from offload.system.machine import (
     available_memory_bytes,
     filesystem_of,
     local_processes,
     total_memory_bytes,
 )
-from offload.optionfile import read_options, what_there_is
-from offload.pool import Allocator
+from offload.system.pool import Allocator
 from offload.units import MIB, format_bytes, parse_bytes
 
 

@@ -6,7 +6,7 @@ import io
 import warnings
 from typing import Any
 
-from offload.files import readable
+from offload.system.files import readable
 
 __all__ = ["drawn", "titled"]
 

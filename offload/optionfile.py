@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from offload.files import write_whole
+from offload.system.files import write_whole
 
 if sys.version_info >= (3, 11):
     import tomllib

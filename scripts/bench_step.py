@@ -33,9 +33,9 @@ from rich.table import Table
 from step_worker import MODES, Task
 
 from offload.errors import OffloadError
-from offload.machine import filesystem_of, total_memory_bytes
 from offload.measure import Spread, session_options, worker_messages
 from offload.probe.facts import host_facts
+from offload.system.machine import filesystem_of, total_memory_bytes
 from offload.units import format_bytes
 from offload.workloads import PRESETS, preset
 

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from offload import selective
 from offload.live import LiveBytesMeter, is_parameter_like
 from offload.measure import activation_meter, fingerprint, mark_memory
-from offload.pool import use_pool
 from offload.session import Session
+from offload.system.pool import use_pool
 from offload.workloads import Batch, TrainableModel, Workload, preset
 
 MODES = {

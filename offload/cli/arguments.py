@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
-from offload.files import expect_writable
+from offload.system.files import expect_writable
 from offload.units import parse_bytes
 
 __all__ = [

@@ -20,9 +20,9 @@ from offload.cli.failure import Failure, Refusal, mistakes_told
 from offload.cli.targets import Target, TargetError, load_target
 from offload.cli.terminal import kept_out, one_line
 from offload.errors import OffloadError, PlanError
-from offload.interrupts import stop_if_interrupted
 from offload.measure import session_options
 from offload.step import Step
+from offload.system.interrupts import stop_if_interrupted
 
 __all__ = ["expect_installed", "options_of", "running"]
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
-from offload.machine import cpus_near_pci_device
+from offload.system.machine import cpus_near_pci_device
 
 
 class Pinner(Protocol):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.machine import filesystem_of, memory_limit_bytes, numbers_in, text_in
+from offload.system.machine import filesystem_of, memory_limit_bytes, numbers_in, text_in
 
 __all__ = ["DirectoryFacts", "HostFacts", "directory_facts", "host_facts"]
 

@@ -18,7 +18,7 @@ import torch
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.lanes import pinner_for
-from offload.machine import indexed
+from offload.system.machine import indexed
 from offload.units import MIB
 
 __all__ = [

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from offload.config import Config
-from offload.files import write_whole
-from offload.machine import indexed
 from offload.probe.disk import DiskRates
 from offload.probe.verdicts import Survey
+from offload.system.files import write_whole
+from offload.system.machine import indexed
 from offload.units import SECONDS_PER_DAY
 
 __all__ = ["FORMAT", "MachineProfile", "cache_path", "load_profile", "save_profile"]

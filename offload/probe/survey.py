@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from offload.config import Config
 from offload.engines import native_is_built
-from offload.machine import indexed
-from offload.pool import why_no_pool
 from offload.probe.disk import (
     MIN_FILE_BYTES,
     Cell,
@@ -25,6 +23,8 @@ from offload.probe.link import (
 )
 from offload.probe.profile import MachineProfile, load_profile, save_profile
 from offload.probe.verdicts import Survey
+from offload.system.machine import indexed
+from offload.system.pool import why_no_pool
 from offload.units import MIB
 
 __all__ = ["cells", "machine_profile", "passes", "survey"]

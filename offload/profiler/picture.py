@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.figures import drawn, titled
-from offload.files import write_whole
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.result import MemoryCurve, Profile
+from offload.system.files import write_whole
 from offload.units import MIB
 
 _ROW_INCHES = 0.32

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rich.console import Group
 
-from offload.files import write_whole
 from offload.measure import Spread
 from offload.profiler.timeline import Timeline
 from offload.profiler.verdict import Verdict
 from offload.report import StepReport
 from offload.report.table import parts
+from offload.system.files import write_whole
 from offload.tables import FigureTable, Prose, text_of
 from offload.units import format_bytes, format_seconds
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import torch
 
-from offload import forks, pool
 from offload.block import Block, State
 from offload.config import Config
 from offload.engines import Engine, open_engine
@@ -28,6 +27,7 @@ from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
 from offload.live import LiveBytes
 from offload.registry import Registry
 from offload.report import Counters
+from offload.system import forks, pool
 from offload.tiers.allocator import AllocatorPeak
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier

@@ -7,7 +7,7 @@ beginning, where its backward began, and at its end.
 
 import torch
 
-from offload.machine import indexed
+from offload.system.machine import indexed
 
 
 class AllocatorPeak:

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offload.__main__ import main
-from offload.machine import filesystem_of
 from offload.probe.disk import Cell, fio_rates, measure_disk
+from offload.system.machine import filesystem_of
 from offload.units import MIB
 
 

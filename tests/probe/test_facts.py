@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.machine import total_memory_bytes
 from offload.probe.facts import directory_facts, host_facts
+from offload.system.machine import total_memory_bytes
 
 V2 = {"proc/self/cgroup": "0::/a/b\n"}
 V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n"}

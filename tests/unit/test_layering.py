@@ -11,9 +11,10 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
-    {"errors", "figures", "files", "interrupts", "optionfile", "tables", "units"}
-    | {"trace", "layout", "live", "weak", "freelist", "forks", "pool", "_native"},
-    {"config", "kinds", "machine", "budget", "scopes"},
+    {"errors", "units", "_native"},
+    {"system", "tables", "trace", "layout", "live", "weak", "freelist"},
+    {"optionfile", "figures", "kinds", "budget", "scopes"},
+    {"config"},
     {"engines"},
     {"store", "lanes"},
     {"probe"},

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offload.machine import available_memory_bytes, cpus_near_pci_device, total_memory_bytes
+from offload.system.machine import available_memory_bytes, cpus_near_pci_device, total_memory_bytes
 
 MACHINE_BYTES = int(psutil.virtual_memory().total)
 

@@ -18,7 +18,7 @@ PROLOGUE = """
 import json, os, psutil, torch
 import offload
 from offload import _native
-from offload.pool import use_pool
+from offload.system.pool import use_pool
 from offload.units import MIB
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 def tensor(mib):

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 import offload
 from offload.__main__ import main
-from offload.files import write_whole
-from offload.machine import filesystem_of
+from offload.system.files import write_whole
+from offload.system.machine import filesystem_of
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 
