@@ -37,8 +37,8 @@ from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
 from offload.placement import Placement
 from offload.store import DiskStore, Extent
+from offload.tensors.weak import StorageRef, VersionWitness
 from offload.trace import Subject
-from offload.weak import StorageRef, VersionWitness
 
 
 class State(Enum):

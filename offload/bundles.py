@@ -25,9 +25,9 @@ from offload.prefetch import Prefetcher
 from offload.registry import Base, Key, Registry
 from offload.report import Counters
 from offload.scopes import Scopes
+from offload.tensors.weak import VersionWitness
 from offload.tickets import Bundle, Member
 from offload.tiers import Tiers
-from offload.weak import VersionWitness
 
 _ALIGNED_BYTES = 64  # where a member begins: a multiple of every element, and of a cache line
 MEMBERS = 16  # that fit into a bundle at least: what is larger moves by itself

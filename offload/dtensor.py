@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from offload.layout import TensorLayout
-from offload.weak import modified_in_place
+from offload.tensors.layout import TensorLayout
+from offload.tensors.weak import modified_in_place
 
 _MODULES = {  # where each kind is defined, and what it calls the tensor within
     "DTensor": ("torch.distributed.tensor", "_local_tensor"),

@@ -21,16 +21,16 @@ from offload.bundles import MEMBERS, Bundles
 from offload.config import Config
 from offload.dtensor import Wrapper, part_of
 from offload.kinds import has_plain_bytes, is_cast_of_parameter, is_never_moved, is_part_of_data
-from offload.layout import TensorLayout
-from offload.live import HookPair, is_parameter_like
 from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
 from offload.registry import key_of
 from offload.report import Counters
 from offload.scopes import Scopes
+from offload.tensors.layout import TensorLayout
+from offload.tensors.live import HookPair, is_parameter_like
+from offload.tensors.weak import VersionWitness, modified_in_place
 from offload.tickets import Ticket
 from offload.tiers import Kept, Tiers
-from offload.weak import VersionWitness, modified_in_place
 
 _graph_task_id = torch._C._current_graph_task_id
 _next_node = torch._C._autograd._get_sequence_nr

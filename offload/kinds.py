@@ -7,7 +7,7 @@ without plain bytes (sparse, quantized, nested, fake, wrapper subclasses).
 
 import torch
 
-from offload.live import is_parameter_like
+from offload.tensors.live import is_parameter_like
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})

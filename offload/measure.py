@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from offload.config import Config
 from offload.errors import OffloadError
-from offload.live import LiveBytesMeter
 from offload.session import Session
 from offload.system.interrupts import interrupts_deferred
+from offload.tensors.live import LiveBytesMeter
 
 __all__ = [
     "MemoryMark",

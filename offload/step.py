@@ -20,9 +20,9 @@ import torch
 from offload.config import Config
 from offload.errors import StateError, StorageError
 from offload.hooks import Hooks, is_of_checkpoint
-from offload.live import HookPair
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
+from offload.tensors.live import HookPair
 from offload.trace import ranged
 
 _top_hooks: Callable[[bool], HookPair | None]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.profiler import record_function
 
-from offload.layout import TensorLayout
+from offload.tensors.layout import TensorLayout
 
 now_ns = time.perf_counter_ns
 CAPACITY = 1 << 16

@@ -30,10 +30,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from offload import selective
-from offload.live import LiveBytesMeter, is_parameter_like
 from offload.measure import activation_meter, fingerprint, mark_memory
 from offload.session import Session
 from offload.system.pool import use_pool
+from offload.tensors.live import LiveBytesMeter, is_parameter_like
 from offload.workloads import Batch, TrainableModel, Workload, preset
 
 MODES = {

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offload.hooks import Hooks
-from offload.live import storage_of
 from offload.placement import Placement
 from offload.planner.observer import Observer, missing_gradients
 from offload.planner.overruns import Overruns
@@ -40,6 +39,7 @@ from offload.recompute.checkpoint import ContextFn
 from offload.recompute.rules import WAYS, Action, Applied, Rule, check_unruled, once, recomputed
 from offload.recompute.selective import selective
 from offload.report import Counters
+from offload.tensors.live import storage_of
 from offload.tiers import Tiers
 from offload.tiers.gate import STRIDE, UNPLANNED
 

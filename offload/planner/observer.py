@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload.engines import padded
 from offload.hooks import Hooks
 from offload.kinds import is_never_moved
-from offload.live import hooks_below, storage_of
 from offload.planner.record import Pass, StorageIds, Visit
 from offload.recompute.selective import Selected
+from offload.tensors.live import hooks_below, storage_of
 from offload.tiers import Tiers
 
 __all__ = ["Observer", "missing_gradients"]

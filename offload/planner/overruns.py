@@ -21,10 +21,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from offload.live import LiveBytes
 from offload.planner.observer import Observer
 from offload.planner.record import Pass
 from offload.report import Counters
+from offload.tensors.live import LiveBytes
 from offload.tiers import Tiers
 from offload.units import format_bytes
 

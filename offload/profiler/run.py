@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from offload.config import Config
 from offload.errors import OffloadError, StepError
-from offload.live import storage_of
 from offload.measure import activation_meter, expect_step
 from offload.placement import Policy, offload_all
 from offload.profiler.result import MemoryCurve, Profile
@@ -21,6 +20,7 @@ from offload.profiler.timeline import Timeline
 from offload.report import StepReport
 from offload.scopes import expect_model
 from offload.session import Session
+from offload.tensors.live import storage_of
 from offload.trace import Event, Sample, now_ns
 from offload.units import format_bytes
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offload.hooks import Hooks, is_of_checkpoint
-from offload.live import HookPair, storage_of
-from offload.weak import VersionWitness
+from offload.tensors.live import HookPair, storage_of
+from offload.tensors.weak import VersionWitness
 
 __all__ = ["Cells", "Draw", "random_state"]
 

@@ -24,10 +24,10 @@ from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
 from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
-from offload.live import LiveBytes
 from offload.registry import Registry
 from offload.report import Counters
 from offload.system import forks, pool
+from offload.tensors.live import LiveBytes
 from offload.tiers.allocator import AllocatorPeak
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier

@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.config import Config
-from offload.live import hooks_below, is_parameter_like, storage_of
 from offload.placement import Placement, SavedTensor
 from offload.registry import Base, Key, key_of
 from offload.session import Session
+from offload.tensors.live import hooks_below, is_parameter_like, storage_of
 from offload.tuner.stopwatch import Stopwatch
 
 __all__ = [

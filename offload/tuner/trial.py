@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.config import Config
-from offload.live import LiveBytesMeter
 from offload.measure import activation_meter
 from offload.planner.segments import repeated_blocks
 from offload.report import StepReport
 from offload.session import Session
 from offload.step import Step
+from offload.tensors.live import LiveBytesMeter
 from offload.tuner.record import StepRecord, record_step, with_releases
 from offload.tuner.setting import Setting
 from offload.tuner.stopwatch import Stopwatch

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offload import Session, layout
+from offload import Session
+from offload.tensors import layout
 from tests.support import assert_same, grads, ints, net, rand
 
 # torch imports its own deprecated parts for forward mode

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import OffloadWarning
-from offload.live import is_parameter_like
 from offload.recompute import every
+from offload.tensors.live import is_parameter_like
 from tests.integrations.models import (
     LAYERS,
     MODELS,

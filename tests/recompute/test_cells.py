@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import offload
 from offload import Session
 from offload.engines import Engine, Request, Slot
-from offload.live import LiveBytes, storage_of
+from offload.tensors.live import LiveBytes, storage_of
 from tests.conftest import Opener
 from tests.doubles import WrappedEngine
 from tests.recompute.blocks import WIDTH, Attention

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint_sequential as torch_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 import offload
-from offload.live import LiveBytesMeter
 from offload.recompute import Schedule
+from offload.tensors.live import LiveBytesMeter
 from tests.support import assert_identical, assert_same, grads, net, rand
 
 UNIT_BYTES = 8 * 500

@@ -10,7 +10,7 @@ import torch
 from offloading import CONFIGURATIONS, session_on_sim, train
 from torch import Tensor, nn
 
-from offload.live import is_parameter_like
+from offload.tensors.live import is_parameter_like
 from tests.support import assert_identical, drain
 
 SEEDS = range(50)

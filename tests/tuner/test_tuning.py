@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 import offload
 from offload.__main__ import main
 from offload.cli.targets import target_of_workload
-from offload.live import LiveBytesMeter
 from offload.probe import DiskRates, MachineProfile
+from offload.tensors.live import LiveBytesMeter
 from offload.tuner import Choice, Setting, replayed
 from offload.tuner.record import record_step, with_releases
 from offload.tuner.replay import plain_peak_bytes

@@ -13,11 +13,11 @@ from offload.block import Block, State
 from offload.engines import Engine, Slot
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import CpuLane
-from offload.layout import TensorLayout
 from offload.placement import Placement
 from offload.store import DiskStore
+from offload.tensors.layout import TensorLayout
+from offload.tensors.weak import VersionWitness
 from offload.tickets import Ticket
-from offload.weak import VersionWitness
 from tests.conftest import wait_until
 from tests.doubles import FailedRequest, FaultyEngine
 

@@ -12,7 +12,8 @@ PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
     {"errors", "units", "_native"},
-    {"system", "tables", "trace", "layout", "live", "weak", "freelist"},
+    {"system", "tensors", "tables", "freelist"},
+    {"trace"},
     {"optionfile", "figures", "kinds", "budget", "scopes"},
     {"config"},
     {"engines"},

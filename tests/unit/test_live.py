@@ -10,8 +10,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.live import LiveBytes, LiveBytesMeter, is_parameter_like, storage_of
 from offload.measure import activation_meter
+from offload.tensors.live import LiveBytes, LiveBytesMeter, is_parameter_like, storage_of
 from offload.units import KIB
 from offload.workloads import preset
 from tests.support import in_threads

@@ -5,7 +5,7 @@ import torch
 from offload.block import Block
 from offload.placement import Placement
 from offload.registry import Key, Registry, key_of
-from offload.weak import VersionWitness
+from offload.tensors.weak import VersionWitness
 
 
 def block() -> Block:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import offload
 from offload.errors import OffloadWarning
-from offload.layout import TensorLayout
 from offload.report import Counters, StepReport, Wait
+from offload.tensors.layout import TensorLayout
 from offload.trace import Subject
 from tests.conftest import Opener
 from tests.support import in_threads

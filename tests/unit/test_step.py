@@ -25,10 +25,10 @@ from offload.block import Block, VersionWitness
 from offload.budget import Budget
 from offload.engines.aio import AioEngine
 from offload.freelist import FreeList
-from offload.live import LiveBytes
 from offload.placement import Placement
 from offload.registry import Registry
 from offload.store import Extent
+from offload.tensors.live import LiveBytes
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
 

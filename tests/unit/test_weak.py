@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.engines import native_is_built
-from offload.weak import StorageRef
+from offload.tensors.weak import StorageRef
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from offload.errors import ModifiedInPlaceError
-from offload.layout import TensorLayout, with_bits
+from offload.tensors.layout import TensorLayout, with_bits
 
 T = TypeVar("T")
 
