@@ -36,9 +36,9 @@ from offload.engines import Request, Slot, padded
 from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
 from offload.placement import Placement
+from offload.report.trace import Subject
 from offload.store import DiskStore, Extent
 from offload.tensors.weak import StorageRef, VersionWitness
-from offload.trace import Subject
 
 
 class State(Enum):

@@ -24,7 +24,7 @@ from offload.placement import Placement
 from offload.prefetch import Prefetcher
 from offload.registry import Base, Key, Registry
 from offload.report import Counters
-from offload.scopes import Scopes
+from offload.report.scopes import Scopes
 from offload.tensors.weak import VersionWitness
 from offload.tickets import Bundle, Member
 from offload.tiers import Tiers

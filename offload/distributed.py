@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from offload.report import StepReport
-from offload.tables import FigureTable, text_of
+from offload.report.tables import FigureTable, text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Figure", "RankReports", "Straggler", "gather"]

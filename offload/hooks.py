@@ -25,7 +25,7 @@ from offload.placement import Placement, Policy, SavedTensor, next_tier, offload
 from offload.prefetch import Prefetcher
 from offload.registry import key_of
 from offload.report import Counters
-from offload.scopes import Scopes
+from offload.report.scopes import Scopes
 from offload.tensors.layout import TensorLayout
 from offload.tensors.live import HookPair, is_parameter_like
 from offload.tensors.weak import VersionWitness, modified_in_place

@@ -22,7 +22,7 @@ from offload.planner.plan import Plan, make_plan
 from offload.planner.predict import predict
 from offload.planner.profile import Budgets
 from offload.planner.solve import Solution, lower_bound, solve
-from offload.scopes import expect_model
+from offload.report.scopes import expect_model
 from offload.session import Session
 
 __all__ = ["NO_LIMIT", "Measurement", "measure_model", "plan", "plan_from"]

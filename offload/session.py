@@ -19,11 +19,11 @@ from offload.recompute.drift import RecomputeReport
 from offload.recompute.rules import Applied, Rules, apply_rules
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
-from offload.reporter import Reporter
-from offload.scopes import Watching, expect_model
+from offload.report.reporter import Reporter
+from offload.report.scopes import Watching, expect_model
+from offload.report.trace import Trace
 from offload.step import Running, Step
 from offload.tiers import Tiers
-from offload.trace import Trace
 from offload.units import parse_bytes
 
 

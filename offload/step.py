@@ -22,8 +22,8 @@ from offload.errors import StateError, StorageError
 from offload.hooks import Hooks, is_of_checkpoint
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
+from offload.report.trace import ranged
 from offload.tensors.live import HookPair
-from offload.trace import ranged
 
 _top_hooks: Callable[[bool], HookPair | None]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks

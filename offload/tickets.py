@@ -3,9 +3,9 @@
 import torch
 
 from offload.block import Block
+from offload.report.trace import Subject
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import StorageRef, VersionWitness
-from offload.trace import Subject
 
 _part = vars(torch._C.StorageBase)["__getitem__"]  # UntypedStorage's own adds a frame of Python
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import offload
 from offload.measure import Spread, session_options
-from offload.trace import Event, Sample, Subject, Trace, now_ns, ranged
+from offload.report.trace import Event, Sample, Subject, Trace, now_ns, ranged
 from offload.workloads import PRESETS, preset
 
 JSON_FORMAT = 1

@@ -32,8 +32,8 @@ from offload.measure import (
     mark_memory,
     worker_messages,
 )
+from offload.report.tables import FigureTable, Prose
 from offload.session import Session
-from offload.tables import FigureTable, Prose
 from offload.units import format_bytes, format_seconds
 from offload.workloads import PRESETS, TrainableModel, preset
 

@@ -22,7 +22,7 @@ from offload.config import Config
 from offload.probe.profile import MachineProfile, save_profile
 from offload.probe.survey import passes, survey
 from offload.probe.verdicts import Finding, Level, Survey, findings
-from offload.tables import FigureTable, Prose
+from offload.report.tables import FigureTable, Prose
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["command"]

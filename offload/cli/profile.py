@@ -14,7 +14,7 @@ from offload.cli.running import expect_installed, options_of, running
 from offload.cli.targets import Target
 from offload.profiler.result import Profile
 from offload.profiler.run import profile
-from offload.tables import Prose
+from offload.report.tables import Prose
 
 __all__ = ["command"]
 

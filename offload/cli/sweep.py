@@ -25,8 +25,8 @@ from offload.figures import drawn, titled
 from offload.measure import activation_meter
 from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
+from offload.report.tables import FigureTable
 from offload.session import Session
-from offload.tables import FigureTable
 from offload.units import MIB, format_bytes, format_seconds
 
 __all__ = ["Point", "command", "sweep"]

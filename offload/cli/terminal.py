@@ -24,9 +24,9 @@ from rich.progress import Progress, ProgressColumn
 
 from offload.cli.failure import Failure
 from offload.errors import OffloadWarning
+from offload.report.tables import UNWRAPPED_COLUMNS, width_of
 from offload.system.files import write_whole
 from offload.system.interrupts import interrupts_kept, stop_if_interrupted
-from offload.tables import UNWRAPPED_COLUMNS, width_of
 
 __all__ = [
     "kept_out",

@@ -17,7 +17,7 @@ from offload.cli.arguments import Number
 from offload.cli.running import options_of, running
 from offload.config import Config
 from offload.probe import machine_profile
-from offload.tables import FigureTable, Prose
+from offload.report.tables import FigureTable, Prose
 from offload.tuner.decide import Choice
 from offload.tuner.search import Trial
 from offload.tuner.setting import Setting

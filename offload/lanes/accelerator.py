@@ -47,8 +47,8 @@ import torch
 from offload.engines import Engine, Slot
 from offload.lanes.base import Fence, Passage
 from offload.lanes.order import HOST, CheckedOrder, Mark, Order
+from offload.report.trace import MOMENTS, NOTHING, Subject, now_ns
 from offload.system.machine import indexed
-from offload.trace import MOMENTS, NOTHING, Subject, now_ns
 
 
 class _Copy:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from offload.engines import Slot
-from offload.trace import NOTHING, Subject
+from offload.report.trace import NOTHING, Subject
 
 
 class Fence(Protocol):

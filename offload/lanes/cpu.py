@@ -11,7 +11,7 @@ import torch
 
 from offload.engines import Engine, Slot
 from offload.lanes.base import DONE, Fence, Passage
-from offload.trace import NOTHING, Subject
+from offload.report.trace import NOTHING, Subject
 
 
 class CpuLane:

@@ -20,7 +20,7 @@ from offload.planner.rates import remembered_links
 from offload.planner.record import Measured
 from offload.planner.segments import find_segments
 from offload.report import Counters
-from offload.tables import FigureTable, text_of
+from offload.report.tables import FigureTable, text_of
 from offload.tiers import Tiers
 from offload.units import format_bytes, format_seconds
 

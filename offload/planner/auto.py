@@ -30,7 +30,7 @@ from offload.planner.rates import measured_links
 from offload.planner.record import Assignment, Measured, Pass
 from offload.planner.solve import Solution, check_floor, solve
 from offload.report import Counters
-from offload.trace import merged
+from offload.report.trace import merged
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Auto", "Study"]

@@ -6,7 +6,7 @@ from offload.errors import warn_user
 from offload.planner.plan import Plan
 from offload.planner.record import Assignment, Measured, Pass
 from offload.report import Counters
-from offload.trace import total_ns
+from offload.report.trace import total_ns
 
 __all__ = ["Fixed", "assignment_of", "measured_of"]
 

@@ -13,7 +13,7 @@ from offload.planner.needs import laid_out, need_of, uniform_choice
 from offload.planner.predict import Walk, caps, predict
 from offload.planner.profile import Budgets, ModelProfile
 from offload.planner.solve import Solution
-from offload.tables import FigureTable, text_of
+from offload.report.tables import FigureTable, text_of
 from offload.tiers.gate import Need
 from offload.units import SECONDS_PER_DAY, format_bytes, format_seconds
 

@@ -8,7 +8,7 @@ from offload.config import Config
 from offload.planner.model import Links
 from offload.probe.profile import load_profile
 from offload.report import LaneCounters
-from offload.trace import merged, total_ns
+from offload.report.trace import merged, total_ns
 
 __all__ = ["measured_links", "remembered_links"]
 

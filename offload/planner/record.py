@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from offload.report.trace import Interval, intersection_ns, merged
 from offload.tiers.gate import Need
-from offload.trace import Interval, intersection_ns, merged
 
 __all__ = [
     "Assignment", "Clock", "DeviceClock", "Gap", "HostClock", "Measured", "Pass", "StorageIds",

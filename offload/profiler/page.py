@@ -12,7 +12,7 @@ from string import Template
 from offload.profiler.colors import COLORS, lanes_shown
 from offload.profiler.drawing import draw
 from offload.profiler.result import Profile, conditions
-from offload.report.table import (
+from offload.report.step_tables import (
     LANE_HEADINGS,
     WAIT_HEADINGS,
     days_told,

@@ -18,9 +18,9 @@ from offload.measure import Spread
 from offload.profiler.timeline import Timeline
 from offload.profiler.verdict import Verdict
 from offload.report import StepReport
-from offload.report.table import parts
+from offload.report.step_tables import parts
+from offload.report.tables import FigureTable, Prose, text_of
 from offload.system.files import write_whole
-from offload.tables import FigureTable, Prose, text_of
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["MemoryCurve", "Profile"]

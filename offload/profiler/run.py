@@ -18,10 +18,10 @@ from offload.placement import Policy, offload_all
 from offload.profiler.result import MemoryCurve, Profile
 from offload.profiler.timeline import Timeline
 from offload.report import StepReport
-from offload.scopes import expect_model
+from offload.report.scopes import expect_model
+from offload.report.trace import Event, Sample, now_ns
 from offload.session import Session
 from offload.tensors.live import storage_of
-from offload.trace import Event, Sample, now_ns
 from offload.units import format_bytes
 
 __all__ = ["profile"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from offload.trace import (
+from offload.report.trace import (
     MOMENTS,
     TRANSFERS,
     WAITS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.tables import FigureTable, text_of
+from offload.report.tables import FigureTable, text_of
 
 __all__ = ["ModuleDrift", "RecomputeReport", "difference", "report_of"]
 

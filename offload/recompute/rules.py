@@ -33,7 +33,7 @@ from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective
 from offload.recompute.selectors import Selector, choose
-from offload.scopes import expect_model
+from offload.report.scopes import expect_model
 
 __all__ = [
     "WAYS", "Action", "Applied", "Rule", "Rules", "apply_rules", "check_unruled", "once",

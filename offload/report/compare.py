@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.tables import FigureTable, text_of
+from offload.report.tables import FigureTable, text_of
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:

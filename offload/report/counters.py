@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import chain
 
-from offload.trace import TRANSFERS, Interval, Subject, merged
+from offload.report.trace import TRANSFERS, Interval, Subject, merged
 
 _MAX_INTERVALS = 1 << 16  # per step; beyond it the oldest no longer count towards the overlap
 _MAX_WAITED_FOR = 1 << 10  # different things a step waits for; beyond it they count without a name

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from offload.report import export, table
+from offload.report import export, step_tables
 from offload.report.advice import Advice, advice_on
 from offload.report.compare import Comparison
 from offload.report.counters import Counters, LaneCounters, WaitCounters
-from offload.tables import text_of
-from offload.trace import TRANSFERS, Subject, intersection_ns, merged, total_ns
+from offload.report.tables import text_of
+from offload.report.trace import TRANSFERS, Subject, intersection_ns, merged, total_ns
 from offload.units import SECONDS_PER_DAY, parse_bytes
 
 JSON_FORMAT = 1
@@ -280,11 +280,11 @@ class StepReport:
         return self.compare(other)
 
     def __str__(self) -> str:
-        return text_of(*table.parts(self))
+        return text_of(*step_tables.parts(self))
 
     def table(self) -> Table:
         """The main figures for people, as a ``rich`` table; ``str()`` adds lanes and waits."""
-        return table.summary(self)
+        return step_tables.summary(self)
 
 
 def _summed_traffic(parts: list[Traffic]) -> Traffic:

@@ -26,6 +26,7 @@ from offload.errors import StateError, StorageError
 from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
 from offload.registry import Registry
 from offload.report import Counters
+from offload.report.trace import Trace
 from offload.system import forks, pool
 from offload.tensors.live import LiveBytes
 from offload.tiers.allocator import AllocatorPeak
@@ -36,7 +37,6 @@ from offload.tiers.host import HostTier
 from offload.tiers.inbound import Inbound
 from offload.tiers.kept import Keeping, Kept
 from offload.tiers.outbound import Outbound
-from offload.trace import Trace
 
 __all__ = ["Kept", "Tiers"]
 

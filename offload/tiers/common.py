@@ -10,12 +10,12 @@ from offload.engines import Engine
 from offload.errors import StorageError
 from offload.lanes import Lane, Passage
 from offload.report import Counters
+from offload.report.trace import MOMENTS, WAITS, Subject, Trace, now_ns, ranged
 from offload.store import DiskStore
 from offload.system.machine import indexed
 from offload.tensors.live import LiveBytes
 from offload.tiers.gate import Gate
 from offload.tiers.host import HostTier
-from offload.trace import MOMENTS, WAITS, Subject, Trace, now_ns, ranged
 
 
 class Common:

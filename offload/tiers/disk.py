@@ -9,9 +9,9 @@ from offload.block import Block
 from offload.budget import Reservation
 from offload.engines import Request, Slot
 from offload.errors import StorageError
+from offload.report.trace import Subject, in_range
 from offload.store import Extent
 from offload.tiers.common import Common
-from offload.trace import Subject, in_range
 
 
 class Transfer(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 
 from offload.block import Block, State
 from offload.budget import Budget, Reservation
+from offload.report.trace import in_range
 from offload.tickets import Ticket
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound
-from offload.trace import in_range
 
 
 class Inbound:

@@ -19,13 +19,13 @@ from offload.block import Block
 from offload.engines import PAGE_BYTES, padded
 from offload.placement import Placement
 from offload.registry import Registry
+from offload.report.trace import now_ns
 from offload.store import Extent
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import VersionWitness
 from offload.tickets import Ticket
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier, Transfer
-from offload.trace import now_ns
 
 __all__ = ["Kept", "Keeping"]
 

@@ -16,7 +16,7 @@ from offload.errors import StepError
 from offload.measure import expect_step
 from offload.optionfile import write_options
 from offload.probe import MachineProfile, machine_profile
-from offload.scopes import expect_model
+from offload.report.scopes import expect_model
 from offload.tuner.decide import Decision, decide, pareto
 from offload.tuner.record import StepRecord
 from offload.tuner.replay import ReplayedStep, plain_peak_bytes, scaled

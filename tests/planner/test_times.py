@@ -5,7 +5,7 @@ from torch import nn
 
 from offload.planner.profile import Budgets, ModelProfile
 from offload.planner.segment_profile import SegmentProfile
-from offload.trace import merged, total_ns
+from offload.report.trace import merged, total_ns
 from tests.conftest import Opener
 from tests.support import rand
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.profiler import Timeline, profile
-from offload.trace import MOMENTS, TRANSFERS, WAITS, merged
+from offload.report.trace import MOMENTS, TRANSFERS, WAITS, merged
 from offload.units import KIB
 
 

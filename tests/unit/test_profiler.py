@@ -19,7 +19,7 @@ from torch import nn
 import offload
 from offload.__main__ import main
 from offload.profiler import Profile, Timeline, Verdict
-from offload.trace import TRANSFERS, WAITS, Event, merged, total_ns
+from offload.report.trace import TRANSFERS, WAITS, Event, merged, total_ns
 from tests.support import rand
 
 MOVE_ALL = {"min_offload_bytes": 0, "keep_last_bytes": 0}

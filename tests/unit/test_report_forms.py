@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import offload
 from offload.errors import OffloadWarning
 from offload.report import Counters, StepReport, Wait
+from offload.report.trace import Subject
 from offload.tensors.layout import TensorLayout
-from offload.trace import Subject
 from tests.conftest import Opener
 from tests.support import in_threads
 

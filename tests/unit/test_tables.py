@@ -17,8 +17,8 @@ import offload
 from offload.cli import demo, sweep
 from offload.cli.tune import _curve_table, _measured_table
 from offload.probe import MachineProfile
-from offload.report.table import parts
-from offload.tables import FigureTable, Prose, text_of, width_of
+from offload.report.step_tables import parts
+from offload.report.tables import FigureTable, Prose, text_of, width_of
 from tests.support import net, rand
 
 WIDTHS = [60, 80, 100, 160]

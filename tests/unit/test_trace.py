@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.trace import Trace, intersection_ns, merged, total_ns
+from offload.report.trace import Trace, intersection_ns, merged, total_ns
 
 intervals = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])),

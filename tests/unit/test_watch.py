@@ -8,7 +8,7 @@ from torch import nn
 
 import offload
 from offload.engines import Engine
-from offload.trace import TRANSFERS, Event
+from offload.report.trace import TRANSFERS, Event
 from tests.conftest import Opener
 from tests.doubles import LazyEngine
 from tests.support import chain, rand

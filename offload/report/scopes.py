@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload.trace import Subject, Trace, now_ns
+from offload.report.trace import Subject, Trace, now_ns
 
 
 class _Running(threading.local):

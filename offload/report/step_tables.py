@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from offload.tables import FigureTable, Prose
+from offload.report.tables import FigureTable, Prose
 from offload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
