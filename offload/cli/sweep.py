@@ -21,10 +21,10 @@ from offload.cli.plan import measured_target, of_a_model
 from offload.cli.running import expect_installed, options_of, running
 from offload.cli.targets import Target
 from offload.errors import OffloadError, PlanError
-from offload.figures import drawn, titled
 from offload.measure import activation_meter
 from offload.planner.plan import Plan
 from offload.planning import NO_LIMIT, Measurement
+from offload.profiler.figures import drawn, titled
 from offload.report.tables import FigureTable
 from offload.session import Session
 from offload.units import MIB, format_bytes, format_seconds

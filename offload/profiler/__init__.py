@@ -7,6 +7,7 @@ result.py     Profile: all of it
 chrome.py     as a trace for Perfetto
 page.py       as one HTML page, with its drawing.py
 picture.py    as a PNG
+figures.py    how matplotlib is asked for that, here and by the commands
 colors.py     what page and picture have in common
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offload.figures import drawn, titled
 from offload.profiler.colors import COLORS, lanes_shown
+from offload.profiler.figures import drawn, titled
 from offload.profiler.result import MemoryCurve, Profile
 from offload.system.files import write_whole
 from offload.units import MIB

@@ -13,8 +13,7 @@ PACKAGE = Path(offload.__file__).parent
 LAYERS = [
     {"errors", "units", "_native"},
     {"system", "tensors", "freelist"},
-    {"report"},
-    {"optionfile", "figures", "kinds", "budget"},
+    {"optionfile", "report", "kinds", "budget"},
     {"config"},
     {"engines"},
     {"store", "lanes"},
