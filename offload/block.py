@@ -31,13 +31,13 @@ from typing import Protocol
 
 import torch
 
-from offload.budget import Reservation
 from offload.engines import Request, Slot, padded
+from offload.engines.budget import Reservation
+from offload.engines.store import DiskStore, Extent
 from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
 from offload.placement import Placement
 from offload.report.trace import Subject
-from offload.store import DiskStore, Extent
 from offload.tensors.weak import StorageRef, VersionWitness
 
 

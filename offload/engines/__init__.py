@@ -1,4 +1,14 @@
-"""The disk engines: ``native`` (C++) and ``aio`` (Python). ``open_engine`` picks one."""
+"""Engines: host memory and the scratch file, and what moves bytes between them.
+
+    base.py      what an engine is: an arena of slots, and requests
+    native.py    the engine in C++
+    aio.py       the engine in Python
+    store.py     extents of the scratch file, read and written with clear errors
+    freelist.py  which ranges of a linear space are free
+    budget.py    a ledger of bytes with a hard limit
+
+``open_engine`` picks one.
+"""
 
 import importlib.util
 

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from aiofiles.base import wrap
 
-from offload.budget import Budget
 from offload.engines.base import PAGE_BYTES, Arena, Engine, Request, Slot, padded
+from offload.engines.budget import Budget
+from offload.engines.freelist import FreeList
 from offload.errors import StateError
-from offload.freelist import FreeList
 
 _pwrite = wrap(os.pwrite)
 _preadv = wrap(os.preadv)

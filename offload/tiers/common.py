@@ -7,11 +7,11 @@ import torch
 
 from offload.config import Config
 from offload.engines import Engine
+from offload.engines.store import DiskStore
 from offload.errors import StorageError
 from offload.lanes import Lane, Passage
 from offload.report import Counters
 from offload.report.trace import MOMENTS, WAITS, Subject, Trace, now_ns, ranged
-from offload.store import DiskStore
 from offload.system.machine import indexed
 from offload.tensors.live import LiveBytes
 from offload.tiers.gate import Gate

@@ -6,11 +6,11 @@ from collections import deque
 from typing import NamedTuple
 
 from offload.block import Block
-from offload.budget import Reservation
 from offload.engines import Request, Slot
+from offload.engines.budget import Reservation
+from offload.engines.store import Extent
 from offload.errors import StorageError
 from offload.report.trace import Subject, in_range
-from offload.store import Extent
 from offload.tiers.common import Common
 
 

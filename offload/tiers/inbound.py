@@ -9,7 +9,7 @@ from typing import TypeGuard
 import torch
 
 from offload.block import Block, State
-from offload.budget import Budget, Reservation
+from offload.engines.budget import Budget, Reservation
 from offload.report.trace import in_range
 from offload.tickets import Ticket
 from offload.tiers.common import Common

@@ -17,10 +17,10 @@ import torch
 
 from offload.block import Block
 from offload.engines import PAGE_BYTES, padded
+from offload.engines.store import Extent
 from offload.placement import Placement
 from offload.registry import Registry
 from offload.report.trace import now_ns
-from offload.store import Extent
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import VersionWitness
 from offload.tickets import Ticket

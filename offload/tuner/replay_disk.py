@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from offload.budget import LEAST_LEAVING, has_room
 from offload.engines import padded
+from offload.engines.budget import LEAST_LEAVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from offload.budget import LEAST_LEAVING, has_room
+from offload.engines.budget import LEAST_LEAVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay

@@ -11,10 +11,10 @@ import torch
 
 from offload.block import Block, State
 from offload.engines import Engine, Slot
+from offload.engines.store import DiskStore
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import CpuLane
 from offload.placement import Placement
-from offload.store import DiskStore
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import VersionWitness
 from offload.tickets import Ticket

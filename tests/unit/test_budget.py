@@ -6,7 +6,7 @@ import gc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.budget import Budget, Reservation
+from offload.engines.budget import Budget, Reservation
 from tests.support import in_threads
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.freelist import FreeList
+from offload.engines.freelist import FreeList
 
 # take n, give back the i-th of what is in use, grow by n
 operations = st.lists(

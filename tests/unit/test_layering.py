@@ -12,11 +12,11 @@ PACKAGE = Path(offload.__file__).parent
 
 LAYERS = [
     {"errors", "units", "_native"},
-    {"system", "tensors", "freelist"},
-    {"optionfile", "report", "kinds", "budget"},
+    {"system", "tensors"},
+    {"optionfile", "report", "kinds"},
     {"config"},
     {"engines"},
-    {"store", "lanes"},
+    {"lanes"},
     {"probe"},
     {"block", "placement"},
     {"dtensor", "registry", "tickets"},

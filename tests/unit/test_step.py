@@ -22,12 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import offload
 from offload.block import Block, VersionWitness
-from offload.budget import Budget
 from offload.engines.aio import AioEngine
-from offload.freelist import FreeList
+from offload.engines.budget import Budget
+from offload.engines.freelist import FreeList
+from offload.engines.store import Extent
 from offload.placement import Placement
 from offload.registry import Registry
-from offload.store import Extent
 from offload.tensors.live import LiveBytes
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand
@@ -177,7 +177,7 @@ def test_an_interrupt_of_a_reservation() -> None:
             budget.reserve(60)
         assert budget.used_bytes == 0, interrupt.where
 
-    assert every_interrupt(("/offload/budget.py",), run) > 3
+    assert every_interrupt(("/offload/engines/budget.py",), run) > 3
 
 
 def test_an_interrupt_while_what_has_died_is_counted() -> None:
@@ -213,7 +213,7 @@ def test_an_interrupt_while_what_has_died_is_counted() -> None:
         assert free._lengths == [free.size_bytes], interrupt.where
         assert free.free_bytes == free.size_bytes, interrupt.where
 
-    ledgers = ("budget", "registry", "live", "freelist")
+    ledgers = ("engines/budget", "blocks/registry", "tensors/live", "engines/freelist")
     assert every_interrupt(tuple(f"/offload/{name}.py" for name in ledgers), run) > 20
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offload import StorageError
 from offload.engines import Engine
-from offload.store import SEGMENT_BYTES, DiskStore
+from offload.engines.store import SEGMENT_BYTES, DiskStore
 from tests.doubles import FaultyEngine
 from tests.support import scratch_files
 

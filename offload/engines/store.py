@@ -5,8 +5,8 @@ import os
 import shutil
 
 from offload.engines import PAGE_BYTES, Engine, Request, Slot, padded
+from offload.engines.freelist import FreeList
 from offload.errors import StorageError
-from offload.freelist import FreeList
 from offload.units import format_bytes
 
 # The file grows by this much at a time: rewriting blocks that exist is 20-60 % faster than growing
