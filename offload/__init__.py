@@ -16,9 +16,9 @@ disk and to *fetch* is to read it back; the *arena* is the host memory through w
 
 import torch._dynamo
 
+from offload.blocks.placement import Placement, SavedTensor
 from offload.config import Config
 from offload.errors import OffloadError, StorageError
-from offload.placement import Placement, SavedTensor
 from offload.planner.plan import Plan
 from offload.planning import plan
 from offload.profiler import profile

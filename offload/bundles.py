@@ -17,16 +17,16 @@ import weakref
 
 import torch
 
-from offload.block import Block
+from offload.blocks.block import Block
+from offload.blocks.placement import Placement
+from offload.blocks.registry import Base, Key, Registry
+from offload.blocks.tickets import Bundle, Member
 from offload.config import Config
 from offload.lanes import DONE
-from offload.placement import Placement
 from offload.prefetch import Prefetcher
-from offload.registry import Base, Key, Registry
 from offload.report import Counters
 from offload.report.scopes import Scopes
 from offload.tensors.weak import VersionWitness
-from offload.tickets import Bundle, Member
 from offload.tiers import Tiers
 
 _ALIGNED_BYTES = 64  # where a member begins: a multiple of every element, and of a cache line

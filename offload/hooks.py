@@ -16,20 +16,20 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from offload.block import Block
+from offload.blocks.block import Block
+from offload.blocks.placement import Placement, Policy, SavedTensor, next_tier, offload_all
+from offload.blocks.registry import key_of
+from offload.blocks.tickets import Ticket
 from offload.bundles import MEMBERS, Bundles
 from offload.config import Config
 from offload.dtensor import Wrapper, part_of
 from offload.kinds import has_plain_bytes, is_cast_of_parameter, is_never_moved, is_part_of_data
-from offload.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.prefetch import Prefetcher
-from offload.registry import key_of
 from offload.report import Counters
 from offload.report.scopes import Scopes
 from offload.tensors.layout import TensorLayout
 from offload.tensors.live import HookPair, is_parameter_like
 from offload.tensors.weak import VersionWitness, modified_in_place
-from offload.tickets import Ticket
 from offload.tiers import Kept, Tiers
 
 _graph_task_id = torch._C._current_graph_task_id

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.block import State
-from offload.tickets import Bundle, Ticket
+from offload.blocks.block import State
+from offload.blocks.tickets import Bundle, Ticket
 from offload.tiers import Tiers
 
 MAX_FORWARDS = 256  # that one recording covers

@@ -7,12 +7,12 @@ from typing import Any, NoReturn, overload
 
 import torch
 
+from offload.blocks.placement import Policy, offload_all
 from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StateError, StorageError, warn_user
 from offload.hooks import Hooks
 from offload.lanes import Lane
-from offload.placement import Policy, offload_all
 from offload.planner.applied import Planned
 from offload.planner.plan import Plan
 from offload.recompute.drift import RecomputeReport

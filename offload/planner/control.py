@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from offload.blocks.placement import Placement
 from offload.hooks import Hooks
-from offload.placement import Placement
 from offload.planner.observer import Observer, missing_gradients
 from offload.planner.overruns import Overruns
 from offload.planner.record import (

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offload.blocks.placement import Policy, offload_all
 from offload.config import Config
 from offload.errors import OffloadError, StepError
 from offload.measure import activation_meter, expect_step
-from offload.placement import Policy, offload_all
 from offload.profiler.result import MemoryCurve, Profile
 from offload.profiler.timeline import Timeline
 from offload.report import StepReport

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from offload.blocks.placement import Placement
 from offload.errors import StateError, warn_user
-from offload.placement import Placement
 from offload.recompute.caches import run_twice
 from offload.recompute.checkpoint import ContextFn, checkpoint
 from offload.recompute.selective import selective

@@ -19,12 +19,12 @@ from collections.abc import Callable
 
 import torch
 
-from offload.block import Block, State
+from offload.blocks.block import Block, State
+from offload.blocks.registry import Registry
 from offload.config import Config
 from offload.engines import Engine, open_engine
 from offload.errors import StateError, StorageError
 from offload.lanes import Lane, cpus_near, on_cpus, open_lane, pinner_for
-from offload.registry import Registry
 from offload.report import Counters
 from offload.report.trace import Trace
 from offload.system import forks, pool

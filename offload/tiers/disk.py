@@ -5,7 +5,7 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from offload.block import Block
+from offload.blocks.block import Block
 from offload.engines import Request, Slot
 from offload.engines.budget import Reservation
 from offload.engines.store import Extent

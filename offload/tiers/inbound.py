@@ -8,10 +8,10 @@ from typing import TypeGuard
 
 import torch
 
-from offload.block import Block, State
+from offload.blocks.block import Block, State
+from offload.blocks.tickets import Ticket
 from offload.engines.budget import Budget, Reservation
 from offload.report.trace import in_range
-from offload.tickets import Ticket
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
 from offload.tiers.outbound import Outbound

@@ -15,15 +15,15 @@ import weakref
 
 import torch
 
-from offload.block import Block
+from offload.blocks.block import Block
+from offload.blocks.placement import Placement
+from offload.blocks.registry import Registry
+from offload.blocks.tickets import Ticket
 from offload.engines import PAGE_BYTES, padded
 from offload.engines.store import Extent
-from offload.placement import Placement
-from offload.registry import Registry
 from offload.report.trace import now_ns
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import VersionWitness
-from offload.tickets import Ticket
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier, Transfer
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from offload.block import Block, State
+from offload.blocks.block import Block, State
+from offload.blocks.placement import Placement
 from offload.engines import PAGE_BYTES, Slot
 from offload.engines.budget import LEAST_LEAVING, Budget, Reservation
 from offload.engines.store import Extent
-from offload.placement import Placement
 from offload.report.trace import NOTHING, in_range, now_ns
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.blocks.placement import Placement, SavedTensor
+from offload.blocks.registry import Base, Key, key_of
 from offload.config import Config
-from offload.placement import Placement, SavedTensor
-from offload.registry import Base, Key, key_of
 from offload.session import Session
 from offload.tensors.live import hooks_below, is_parameter_like, storage_of
 from offload.tuner.stopwatch import Stopwatch

@@ -15,12 +15,12 @@ import torch
 from offloading import SimPinner, open_engine, session_on_sim
 from torch import Tensor
 
+from offload.blocks.placement import Placement
 from offload.engines import Engine
 from offload.errors import OrderError
 from offload.lanes.accelerator import AcceleratorLane
 from offload.lanes.base import Fence
 from offload.lanes.order import CheckedOrder, Order
-from offload.placement import Placement
 
 NBYTES = 16 << 10
 RULES = {

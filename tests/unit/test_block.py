@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from offload.block import Block, State
+from offload.blocks.block import Block, State
+from offload.blocks.placement import Placement
+from offload.blocks.tickets import Ticket
 from offload.engines import Engine, Slot
 from offload.engines.store import DiskStore
 from offload.errors import ModifiedInPlaceError, StateError
 from offload.lanes import CpuLane
-from offload.placement import Placement
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import VersionWitness
-from offload.tickets import Ticket
 from tests.conftest import wait_until
 from tests.doubles import FailedRequest, FaultyEngine
 

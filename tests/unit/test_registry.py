@@ -2,9 +2,9 @@
 
 import torch
 
-from offload.block import Block
-from offload.placement import Placement
-from offload.registry import Key, Registry, key_of
+from offload.blocks.block import Block
+from offload.blocks.placement import Placement
+from offload.blocks.registry import Key, Registry, key_of
 from offload.tensors.weak import VersionWitness
 
 

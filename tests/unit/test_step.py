@@ -21,13 +21,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
-from offload.block import Block, VersionWitness
+from offload.blocks.block import Block, VersionWitness
+from offload.blocks.placement import Placement
+from offload.blocks.registry import Registry
 from offload.engines.aio import AioEngine
 from offload.engines.budget import Budget
 from offload.engines.freelist import FreeList
 from offload.engines.store import Extent
-from offload.placement import Placement
-from offload.registry import Registry
 from offload.tensors.live import LiveBytes
 from tests.conftest import Opener
 from tests.support import assert_identical, grads, net, rand

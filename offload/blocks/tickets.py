@@ -2,7 +2,7 @@
 
 import torch
 
-from offload.block import Block
+from offload.blocks.block import Block
 from offload.report.trace import Subject
 from offload.tensors.layout import TensorLayout
 from offload.tensors.weak import StorageRef, VersionWitness

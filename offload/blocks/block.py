@@ -31,12 +31,12 @@ from typing import Protocol
 
 import torch
 
+from offload.blocks.placement import Placement
 from offload.engines import Request, Slot, padded
 from offload.engines.budget import Reservation
 from offload.engines.store import DiskStore, Extent
 from offload.errors import StateError
 from offload.lanes import DONE, Fence, Lane
-from offload.placement import Placement
 from offload.report.trace import Subject
 from offload.tensors.weak import StorageRef, VersionWitness
 
