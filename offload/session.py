@@ -11,7 +11,7 @@ from offload.blocks.placement import Policy, offload_all
 from offload.config import Config
 from offload.engines import Engine
 from offload.errors import StateError, StorageError, warn_user
-from offload.hooks import Hooks
+from offload.hooks.pack import Hooks
 from offload.lanes import Lane
 from offload.planner.applied import Planned
 from offload.planner.plan import Plan

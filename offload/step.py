@@ -19,7 +19,7 @@ import torch
 
 from offload.config import Config
 from offload.errors import StateError, StorageError
-from offload.hooks import Hooks, is_of_checkpoint
+from offload.hooks.pack import Hooks, is_of_checkpoint
 from offload.recompute.verify import Verifier
 from offload.report import Counters, StepReport
 from offload.report.trace import ranged

@@ -10,10 +10,11 @@
 
 The state names the copy that lasts. (x): held if the bytes came from there. (bundle): where the
 device's memory is host memory, small storages are gathered in the slot that they leave by
-(``offload.bundles``). HOST means that the device may let go of the original; on an accelerator the
-last of the copy may still be on its way, and ``copied`` tells. The device storage stands beside the
-state: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that is shared by all
-tickets until each has been served, and known weakly for as long as anybody else holds it.
+(``offload.hooks.bundles``). HOST means that the device may let go of the original; on an
+accelerator the last of the copy may still be on its way, and ``copied`` tells. The device storage
+stands beside the state: LIVE and OFFLOADING hold the original; later ``reload`` makes a copy that
+is shared by all tickets until each has been served, and known weakly for as long as anybody else
+holds it.
 
 One method is one transition. It opens with the states it accepts and sets the new state last.
 

@@ -41,7 +41,7 @@ class Ticket:
 
 
 class Bundle:
-    """Several storages in one block (``offload.bundles``); its members hold it."""
+    """Several storages in one block (``offload.hooks.bundles``); its members hold it."""
 
     __slots__ = ("__weakref__", "block", "end", "member_bytes", "node", "ordinal", "tape", "where")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.agreement import agreement_on
 from offload.errors import PlanError, SegmentError
-from offload.hooks import Hooks
+from offload.hooks.pack import Hooks
 from offload.planner.auto import Auto
 from offload.planner.control import Controller
 from offload.planner.fixed import Fixed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from offload.blocks.placement import Placement
-from offload.hooks import Hooks
+from offload.hooks.pack import Hooks
 from offload.planner.observer import Observer, missing_gradients
 from offload.planner.overruns import Overruns
 from offload.planner.record import (

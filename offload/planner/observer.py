@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engines import padded
-from offload.hooks import Hooks
-from offload.kinds import is_never_moved
+from offload.hooks.kinds import is_never_moved
+from offload.hooks.pack import Hooks
 from offload.planner.record import Pass, StorageIds, Visit
 from offload.recompute.selective import Selected
 from offload.tensors.live import hooks_below, storage_of

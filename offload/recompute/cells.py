@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offload.hooks import Hooks, is_of_checkpoint
+from offload.hooks.pack import Hooks, is_of_checkpoint
 from offload.tensors.live import HookPair, storage_of
 from offload.tensors.weak import VersionWitness
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.hooks import is_of_checkpoint
+from offload.hooks.pack import is_of_checkpoint
 from offload.recompute.cells import Cells, Draw, random_state
 from offload.recompute.checkpoint import ContextFn
 from offload.recompute.modes import IGNORED, RegionMode

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from offload.errors import warn_user
-from offload.hooks import is_of_checkpoint
+from offload.hooks.pack import is_of_checkpoint
 from offload.recompute.callers import Names, innermost, outermost
 from offload.recompute.drift import ModuleDrift, RecomputeReport, difference, report_of
 from offload.recompute.modes import IGNORED, RegionMode

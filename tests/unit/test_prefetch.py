@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.prefetch import Prefetcher, Tape
+from offload.hooks.prefetch import Prefetcher, Tape
 from tests.doubles import LazyEngine
 from tests.support import chain, drain, ints, net, rand
 

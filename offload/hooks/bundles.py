@@ -22,8 +22,8 @@ from offload.blocks.placement import Placement
 from offload.blocks.registry import Base, Key, Registry
 from offload.blocks.tickets import Bundle, Member
 from offload.config import Config
+from offload.hooks.prefetch import Prefetcher
 from offload.lanes import DONE
-from offload.prefetch import Prefetcher
 from offload.report import Counters
 from offload.report.scopes import Scopes
 from offload.tensors.weak import VersionWitness

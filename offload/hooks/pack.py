@@ -20,11 +20,16 @@ from offload.blocks.block import Block
 from offload.blocks.placement import Placement, Policy, SavedTensor, next_tier, offload_all
 from offload.blocks.registry import key_of
 from offload.blocks.tickets import Ticket
-from offload.bundles import MEMBERS, Bundles
 from offload.config import Config
-from offload.dtensor import Wrapper, part_of
-from offload.kinds import has_plain_bytes, is_cast_of_parameter, is_never_moved, is_part_of_data
-from offload.prefetch import Prefetcher
+from offload.hooks.bundles import MEMBERS, Bundles
+from offload.hooks.dtensor import Wrapper, part_of
+from offload.hooks.kinds import (
+    has_plain_bytes,
+    is_cast_of_parameter,
+    is_never_moved,
+    is_part_of_data,
+)
+from offload.hooks.prefetch import Prefetcher
 from offload.report import Counters
 from offload.report.scopes import Scopes
 from offload.tensors.layout import TensorLayout
