@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.agreement import agreement_on
 from offload.config import Config
+from offload.distributed.agreement import agreement_on
 from offload.errors import PlanError, SegmentError
 from offload.measure import expect_step
 from offload.planner.applied import Planned, budgets_of

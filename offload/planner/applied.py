@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from offload.agreement import agreement_on
+from offload.distributed.agreement import agreement_on
 from offload.errors import PlanError, SegmentError
 from offload.hooks.pack import Hooks
 from offload.planner.auto import Auto

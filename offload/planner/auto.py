@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from offload.agreement import Agreement
+from offload.distributed.agreement import Agreement
 from offload.errors import PlanError, warn_user
 from offload.planner.fixed import assignment_of, measured_of
 from offload.planner.joint import News, together

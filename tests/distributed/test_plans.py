@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import offload
-from offload.agreement import ranks_of
 from offload.config import Config
+from offload.distributed.agreement import ranks_of
 from offload.engines import open_engine
 from offload.errors import OffloadWarning, PlanError
 from offload.units import KIB

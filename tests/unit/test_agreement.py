@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.agreement import Agreement
+from offload.distributed.agreement import Agreement
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
