@@ -156,7 +156,7 @@ class Config:
             A storage may go with as many others as take up no more than its own size, so that
             one is copied while another is written.
         prefetch_bytes: most bytes brought back before backward has asked for them, together with
-            the storage it has asked for last; one more may come whatever its size. 0: none.
+            the storage it has asked for last. As above, two that are large may come. 0: none.
         keep_last_bytes: the newest saved bytes stay where they are, as backward asks for them at
             once. The newest storage stays even if it is larger; 0 sends everything out at once.
         allocator: where torch's large tensors on ``"cpu"`` have their memory, of this process and

@@ -3,11 +3,12 @@
 import weakref
 from collections import deque
 
-# Storages on their way out at one time whatever the window: one is copied while another is written.
-LEAST_LEAVING = 2
+# Storages on their way out, or brought back early, at one time whatever the window: while one is
+# copied another is written, and while one is wanted another is read.
+LEAST_MOVING = 2
 
 
-def has_room(used_bytes: int, nbytes: int, limit_bytes: int, least: int) -> bool:
+def has_room(used_bytes: float, nbytes: float, limit_bytes: float, least: int) -> bool:
     """Whether ``nbytes`` more are admitted: within the limit, or as one of at most ``least`` items
     of that size.
     """

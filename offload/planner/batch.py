@@ -112,13 +112,14 @@ class Evaluator:
         moved, disk = chosen["offload_bytes"], chosen["disk_bytes"]
         late = chosen["late_bytes"]
         total = ahead.sum(0) + back.sum(0)
+        out_bytes, back_bytes = map(chain.widened, (chain.window_bytes, chain.prefetch_bytes))
         waited, queue = _pass(
-            ahead, (moved, late, disk), forward_rooms.clamp(max=chain.window_bytes), host_rooms,
+            ahead, (moved, late, disk), forward_rooms.clamp(max=out_bytes), host_rooms,
             (chain.out_rate, chain.write_rate),
         )  # fmt: skip
         total += waited.sum(0)
         waited, _ = _pass(
-            back, (moved, late, disk), backward_rooms.clamp(max=chain.prefetch_bytes), host_rooms,
+            back, (moved, late, disk), backward_rooms.clamp(max=back_bytes), host_rooms,
             (chain.back_rate, chain.read_rate),
         )  # fmt: skip
         total += waited.sum(0)

@@ -248,7 +248,7 @@ class _Program:
         self._row(_merged(there, self._variable("Ps", i), returning), high=room)
         for queue, limit in (("Qs", chain.window_bytes), ("Ps", chain.prefetch_bytes)):
             if math.isfinite(limit):
-                self._row(self._variable(queue, i), high=limit)
+                self._row(self._variable(queue, i), high=chain.widened(limit))
         if math.isfinite(chain.host_bytes):
             everywhere = range(len(chain.segments))
             others = self._of_others(self._sum(everywhere, "host_bytes"))

@@ -37,6 +37,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload.engines.budget import LEAST_MOVING
+
 __all__ = ["TOLERANCE_BYTES", "UNLIMITED", "Chain", "Links", "Option", "Segment", "Shared"]
 
 TOLERANCE_BYTES = 1e-6  # by which a room may be below 0: of rounding
@@ -189,7 +191,7 @@ class Chain:
         write_rate: bytes a second from host memory to the disk behind it.
         read_rate: bytes a second from there.
         window_bytes: most bytes on their way out.
-        prefetch_bytes: most bytes brought back early.
+        prefetch_bytes: most bytes brought back early; like the window before, see ``widened``.
         in_flight: forwards that wait for their backward at one time, as in a pipeline. What each
             keeps is there all the while; its time is that of one forward and backward.
     """
@@ -209,6 +211,13 @@ class Chain:
     def options(self, choice: Sequence[int]) -> list[Option]:
         """The chosen option of each segment."""
         return [s.options[k] for s, k in zip(self.segments, choice, strict=True)]
+
+    def widened(self, window_bytes: float) -> float:
+        """What a window for bytes on their way really lets pass: large storages are let through by
+        twos. One of no bytes lets nothing pass.
+        """
+        largest = max(max(o.pieces, default=0.0) for s in self.segments for o in s.options)
+        return max(window_bytes, LEAST_MOVING * largest) if window_bytes else 0.0
 
     @property
     def compute_seconds(self) -> float:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.engines.budget import LEAST_MOVING, has_room
 from offload.planner.model import TOLERANCE_BYTES, Chain, Option
 
 __all__ = ["Prediction", "Walk", "caps", "predict"]
@@ -93,7 +94,8 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
         choice: for each segment the number of its option.
 
     Example:
-        >>> from offload.planner.model import Segment
+        >>> from offload.engines.budget import LEAST_MOVING, has_room
+    from offload.planner.model import Segment
         >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
         >>> away = Option("host", offload_bytes=8, present_bytes=8)
         >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
@@ -128,9 +130,10 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
 def _forward(walk: Walk) -> tuple[list[float], float, float]:
     """Stalls, what waits in the end, and the peak of device memory."""
     chain, queue, writes, peak = walk.chain, 0.0, 0.0, 0.0
+    window_bytes = chain.widened(chain.window_bytes)
     stalls = []
     for i, (s, o) in enumerate(zip(chain.segments, walk.options, strict=True)):
-        room = min(walk.forward_rooms[i], chain.window_bytes)
+        room = min(walk.forward_rooms[i], window_bytes)
         stall = max(
             0.0, (queue - room) / chain.out_rate, (writes - walk.host_rooms[i]) / chain.write_rate
         )
@@ -154,9 +157,10 @@ def _after(queue: float, option: Option, passed: float) -> float:
 def _backward(walk: Walk) -> list[float]:
     """Stalls, by the mirrored recurrence."""
     chain, queue, reads = walk.chain, 0.0, 0.0
+    window_bytes = chain.widened(chain.prefetch_bytes)
     stalls = []
     for i, (s, o) in enumerate(zip(chain.segments, walk.options, strict=True)):
-        room = min(walk.backward_rooms[i], chain.prefetch_bytes)
+        room = min(walk.backward_rooms[i], window_bytes)
         stall = max(
             0.0, (queue - room) / chain.back_rate, (reads - walk.host_rooms[i]) / chain.read_rate
         )
@@ -191,7 +195,7 @@ def caps(walk: Walk) -> list[float]:
     rooms = walk.backward_rooms
     if walk.chain.in_flight > 1:  # a forward may come next
         rooms = [min(pair) for pair in zip(rooms, walk.forward_rooms, strict=True)]
-    return [max(0.0, min(room, walk.chain.prefetch_bytes)) for room in rooms]
+    return [max(0.0, room) for room in rooms]
 
 
 class _Ahead:
@@ -222,7 +226,8 @@ class _Ahead:
             i, n = self._upcoming[0]
             there = self.nbytes
             limit = self._limit - self._at_hand
-            if (there and there + n > limit) or not self._limit or there + n > room:
+            is_free = self._limit and has_room(there, n, limit, LEAST_MOVING)
+            if not is_free or there + n > room:
                 return
             if any(sum(self._early[:k]) + n > self._rooms[k] for k in range(i + 1, at)):
                 return

@@ -10,7 +10,7 @@ import torch
 
 from offload.blocks.block import Block, State
 from offload.blocks.tickets import Ticket
-from offload.engines.budget import Budget, Reservation
+from offload.engines.budget import LEAST_MOVING, Budget, Reservation
 from offload.report.trace import in_range
 from offload.tiers.common import Common
 from offload.tiers.disk import DiskTier
@@ -21,7 +21,7 @@ class Inbound:
     """The way back. What is brought back before it was asked for stays within ``prefetch_bytes``,
     together with the block that the computation has at hand, which is the one saved or asked for
     last: bytes of device memory on an accelerator, of slots where the device's memory is host
-    memory. One block may come whatever its size.
+    memory. Two blocks may come whatever their size.
     """
 
     def __init__(self, common: Common, disk: DiskTier, outbound: Outbound) -> None:
@@ -84,7 +84,7 @@ class Inbound:
             self._guesses.popleft()
         if self._common.config.prefetch_bytes <= 0:
             return None
-        return self.ahead.reserve(block.window_bytes, least=1)
+        return self.ahead.reserve(block.window_bytes, least=LEAST_MOVING)
 
     def early(self) -> Iterator[tuple[int, int]]:
         """Segment and bytes of what was brought back and not asked for yet."""

@@ -22,7 +22,7 @@ import torch
 from offload.blocks.block import Block, State
 from offload.blocks.placement import Placement
 from offload.engines import PAGE_BYTES, Slot
-from offload.engines.budget import LEAST_LEAVING, Budget, Reservation
+from offload.engines.budget import LEAST_MOVING, Budget, Reservation
 from offload.engines.store import Extent
 from offload.report.trace import NOTHING, in_range, now_ns
 from offload.tiers.common import Common
@@ -257,7 +257,7 @@ class Outbound:
         copies are under way, the device waits.
         """
         while True:
-            hold = self.window.reserve(block.window_bytes, least=LEAST_LEAVING)
+            hold = self.window.reserve(block.window_bytes, least=LEAST_MOVING)
             slot = block.slot
             if slot is None and hold is not None:
                 slot = self._common.host.slot(block.nbytes)

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import repeat
 
+from offload.engines.budget import LEAST_MOVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import Beyond, StepRecord, Touch, live_bytes
 from offload.tuner.setting import Setting
@@ -212,15 +213,17 @@ class Replay(ABC):
             self._cursor += 1
 
     def _bring_early(self, block: int) -> bool:
-        """As ``tiers.Inbound`` does: together with what is at hand within ``prefetch_bytes``."""
+        """As ``tiers.Inbound`` does: together with what is at hand within ``prefetch_bytes``. What
+        others hold is there, and has its part of that all the same.
+        """
         if not self.setting.prefetch_bytes:
             return False
         blocks = self.record.blocks
         left_bytes = self.setting.prefetch_bytes - blocks[self._at_hand].nbytes
         nbytes = blocks[block].nbytes
-        if self._early_bytes and self._early_bytes + nbytes > left_bytes:
+        if not has_room(self._early_bytes, nbytes, left_bytes, LEAST_MOVING):
             return False
-        if not self.prefetch(block):
+        if not blocks[block].held and not self.prefetch(block):
             return False
         self._early.add(block)
         self._early_bytes += nbytes

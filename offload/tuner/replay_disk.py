@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from offload.engines import padded
-from offload.engines.budget import LEAST_LEAVING, has_room
+from offload.engines.budget import LEAST_MOVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay
@@ -139,8 +139,7 @@ class DiskReplay(Replay):
         return True
 
     def is_away(self, block: int) -> bool:
-        held = self.record.blocks[block].held
-        return block in self._on_disk and block not in self._slots and not held
+        return block in self._on_disk and block not in self._slots
 
     def prefetch(self, block: int) -> bool:
         nbytes = self.record.blocks[block].nbytes
@@ -192,7 +191,7 @@ class DiskReplay(Replay):
                 self._give_slot(block)
 
     def _fits_window(self, nbytes: int) -> bool:
-        return has_room(self._window_bytes, nbytes, self.setting.window_bytes, LEAST_LEAVING)
+        return has_room(self._window_bytes, nbytes, self.setting.window_bytes, LEAST_MOVING)
 
     def _fits_arena(self, nbytes: int) -> bool:
         padded_bytes = padded(nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from offload.engines.budget import LEAST_LEAVING, has_room
+from offload.engines.budget import LEAST_MOVING, has_room
 from offload.probe import MachineProfile
 from offload.tuner.record import StepRecord, Touch
 from offload.tuner.replay import Replay
@@ -50,7 +50,7 @@ class LinkReplay(Replay):
     def send_out(self, block: int) -> bool:
         nbytes = self.record.blocks[block].nbytes
         limit_bytes = self.setting.window_bytes
-        while not has_room(self._window_bytes, nbytes, limit_bytes, LEAST_LEAVING):
+        while not has_room(self._window_bytes, nbytes, limit_bytes, LEAST_MOVING):
             end_ns = self._copies[0].end_ns
             if end_ns > self._host_ns:
                 self.wait(end_ns, "backpressure_ns")
@@ -64,8 +64,7 @@ class LinkReplay(Replay):
         return True
 
     def is_away(self, block: int) -> bool:
-        held = self.record.blocks[block].held
-        return block in self._away and block not in self._arrives_ns and not held
+        return block in self._away and block not in self._arrives_ns
 
     def prefetch(self, block: int) -> bool:
         self._bring(block)

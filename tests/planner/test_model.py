@@ -2,13 +2,14 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from offload.planner.batch import Evaluator
 from offload.planner.model import Chain, Option, Segment, Shared
-from offload.planner.predict import predict
+from offload.planner.predict import Walk, caps, predict
 from tests.planner.chains import random_chain
 from tests.planner.simulation import simulate
 
@@ -94,3 +95,18 @@ def test_the_floor_is_what_the_segment_that_needs_most_needs() -> None:
         short = Chain(chain.segments[:3], Chain(chain.segments[:3], 0.0).floor()[0] * 0.999)
         assert not bool(Evaluator(short)(every).isfinite().any())
         assert floor > 0
+
+
+def test_two_storages_pass_a_window_however_large() -> None:
+    """Of three segments each brings back one storage of 8, in twice the time of its backward."""
+    option = Option("host", offload_bytes=8, present_bytes=8, pieces=(8.0,))
+    layers = tuple(Segment(str(i), 1.0, 1.0, 8, (option,)) for i in range(3))
+    chain = Chain(layers, 1000, 1e9, 4, prefetch_bytes=1)
+    assert chain.widened(1) == 16 and chain.widened(20) == 20 and chain.widened(0) == 0
+    wide, narrow = (predict(replace(chain, prefetch_bytes=n), (0, 0, 0)) for n in (1, 0))
+    assert wide.seconds == predict(replace(chain, prefetch_bytes=16), (0, 0, 0)).seconds
+    assert wide.seconds < narrow.seconds
+    rooms = caps(Walk(replace(chain, prefetch_bytes=1), (0, 0, 0)))
+    assert rooms == [992] * 3, (
+        "the window is the runtime's own, and not what segments leave room for"
+    )

@@ -104,7 +104,7 @@ def test_predicted_and_measured(
     assert max(errors) < 0.05
     # The leanest plans count on what may be there: what a slow disk still has to write, above all.
     assert sorted(errors)[1] > -0.1
-    assert sorted(map(abs, errors))[len(errors) // 2] < 0.03
+    assert sorted(map(abs, errors))[len(errors) // 2] < 0.05
 
 
 def test_what_waits_to_leave_counts_once(tmp_path: Path, open_session: Opener) -> None:

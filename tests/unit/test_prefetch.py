@@ -106,6 +106,21 @@ def test_no_more_is_read_ahead_than_the_window(open_session, any_engine: str) ->
     assert session._tiers.inbound.ahead.peak_bytes == 2 * nbytes
 
 
+@pytest.mark.parametrize("share", [1.0, 0.01])
+def test_two_storages_are_read_ahead_however_large(
+    open_session, any_engine: str, share: float
+) -> None:
+    """While the first is used the second is read, and there is one to begin with."""
+    nbytes = 64 * 64 * 4
+    session = open_session(engine=any_engine, prefetch_bytes=int(share * nbytes))
+    x = rand(64, 64).requires_grad_()
+    with session.step():
+        loss = chain(x * 1, 10)
+        drain(session)
+        loss.backward()
+    assert session._tiers.inbound.ahead.peak_bytes == 2 * nbytes
+
+
 def test_each_block_is_read_once(open_session, any_engine: str) -> None:
     """Prefetching costs no bytes: what is read ahead is what is used."""
     session = open_session(engine=any_engine, prefetch_bytes=3 * 64 * 64 * 4)
