@@ -25,7 +25,7 @@ std::unique_ptr<Pool> Pool::Make(size_t reserved_bytes) {
 }
 
 Pool::Pool(std::byte* data, size_t reserved_bytes)
-    : data_(data), reserved_bytes_(reserved_bytes), ranges_(reserved_bytes) {}
+    : data_(data), reserved_bytes_(reserved_bytes), ranges_(reserved_bytes), pages_(data) {}
 
 Pool::~Pool() { munmap(data_, reserved_bytes_); }
 
@@ -39,7 +39,7 @@ void* Pool::Allocate(size_t nbytes) {
     ranges_.Give(*offset);
     return nullptr;
   }
-  kept_.Remove(*offset, RoundUp(nbytes, kPageBytes));
+  pages_.Take(*offset, RoundUp(nbytes, kPageBytes));
   ++allocations_;
   Trim();
   return data_ + *offset;
@@ -60,7 +60,7 @@ void Pool::Give(void* pointer) {
     mutex_.unlock();  // a handler of SIGABRT may fork, to have the stack printed
     std::abort();
   }
-  kept_.Add(offset, nbytes);
+  pages_.Give(offset, nbytes);
   Trim();
 }
 
@@ -88,7 +88,7 @@ void Pool::AfterForkInChild() {
 
 Pool::Stats Pool::GetStats() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {ranges_.used_bytes(), MostBytes(), kept_.nbytes(), allocations_};
+  return {ranges_.used_bytes(), MostBytes(), pages_.nbytes(), allocations_};
 }
 
 void Pool::CountElsewhere(ptrdiff_t nbytes) {
@@ -114,6 +114,7 @@ bool Pool::Commit(size_t end_bytes) {
   const int result =
       mprotect(data_ + committed_bytes_, wanted - committed_bytes_, PROT_READ | PROT_WRITE);
   if (result != 0) return false;  // ENOMEM where the system does not overcommit
+  pages_.AddSeam(committed_bytes_);
   committed_bytes_ = wanted;
   return true;
 }
@@ -123,10 +124,7 @@ void Pool::Trim() {
   const size_t in_use_bytes = InUseBytes();  // once: what is elsewhere changes meanwhile
   most_bytes_ = std::max(most_bytes_, in_use_bytes);
   const size_t keep_bytes = std::max(kMinKeepBytes, MostBytes() - in_use_bytes);
-  while (kept_.nbytes() > keep_bytes) {
-    const RangeSet::Range range = kept_.RemoveHighest(kept_.nbytes() - keep_bytes);
-    madvise(data_ + range.offset, range.nbytes, MADV_DONTNEED);
-  }
+  pages_.Shrink(keep_bytes);
 }
 
 }  // namespace offload

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 
+#include "pages.h"
 #include "ranges.h"
 
 namespace offload {
@@ -32,7 +33,8 @@ namespace offload {
 // Free memory stays, which spares its next user the page faults, as long as it does not make the
 // process larger than it had to be anyway: together with what is in use, here and elsewhere, it is
 // no more than the most that was in use at one time lately. Beyond that (and kMinKeepBytes) it goes
-// back to the system, from the highest address down. "Lately" is this period and the one before: a
+// back to the system, from the highest address down. Its pages also go where the next user is, if
+// that is elsewhere (`pages.h`). "Lately" is this period and the one before: a
 // period is a training step, and where there are none kLongestPeriod. "Elsewhere" is what the
 // arenas have touched.
 //
@@ -110,7 +112,7 @@ class Pool {
   size_t reserved_bytes_;
   size_t committed_bytes_ = 0;  // may be read and written
   FirstFit ranges_;
-  RangeSet kept_;  // free and, as far as anybody knows, resident
+  Pages pages_;  // of what is free
   std::atomic<size_t> elsewhere_bytes_{0};
   size_t most_bytes_ = 0;         // in use at one time in this period
   size_t most_bytes_before_ = 0;  // in the one before

@@ -98,6 +98,19 @@ std::vector<RangeSet::Range> RangeSet::From(size_t offset) const {
   return found;
 }
 
+std::vector<RangeSet::Range> RangeSet::Missing(size_t offset, size_t nbytes) const {
+  std::vector<Range> found;
+  const size_t end = offset + nbytes;
+  auto range = ranges_.upper_bound(offset);
+  if (range != ranges_.begin()) --range;
+  for (; range != ranges_.end() && range->first < end; ++range) {
+    if (range->first > offset) found.push_back({offset, range->first - offset});
+    offset = std::max(offset, range->first + range->second);
+  }
+  if (offset < end) found.push_back({offset, end - offset});
+  return found;
+}
+
 FirstFit::FirstFit(size_t capacity_bytes) { free_.Add(0, capacity_bytes); }
 
 std::optional<size_t> FirstFit::Take(size_t nbytes) {

@@ -38,6 +38,9 @@ class RangeSet {
   // offset, or nothing when no range is. Looks only at ranges of about that size.
   std::optional<size_t> RemoveLowestFit(size_t nbytes);
 
+  // What the set has not of [offset, offset + nbytes), lowest first.
+  std::vector<Range> Missing(size_t offset, size_t nbytes) const;
+
   // What the set has of [offset, end of it all), lowest first.
   std::vector<Range> From(size_t offset) const;
 

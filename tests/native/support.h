@@ -2,6 +2,7 @@
 #ifndef OFFLOAD_TESTS_NATIVE_SUPPORT_H_
 #define OFFLOAD_TESTS_NATIVE_SUPPORT_H_
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -39,6 +40,15 @@ inline std::string ScratchDirectory() {
 inline void FillRandom(std::byte* data, size_t nbytes, uint32_t seed) {
   std::minstd_rand random(seed);
   for (size_t i = 0; i < nbytes; ++i) data[i] = static_cast<std::byte>(random() >> 8);
+}
+
+// Of whole pages from `data` on.
+inline size_t ResidentBytes(void* data, size_t nbytes) {
+  std::vector<unsigned char> pages(nbytes / kPageBytes);
+  if (mincore(data, nbytes, pages.data()) != 0)
+    throw std::system_error(errno, std::generic_category());
+  return kPageBytes * static_cast<size_t>(std::count_if(pages.begin(), pages.end(),
+                                                        [](auto page) { return (page & 1) != 0; }));
 }
 
 // The errno of the std::system_error that `call` throws, or 0.

@@ -16,15 +16,7 @@ using namespace testing;
 constexpr size_t kReservedBytes = 1024 * kMiB;
 constexpr size_t kKept = Pool::kMinKeepBytes;
 
-size_t ResidentBytes(void* data, size_t nbytes) {
-  std::vector<unsigned char> pages(nbytes / kPageBytes);
-  REQUIRE(mincore(data, nbytes, pages.data()) == 0);
-  return kPageBytes * static_cast<size_t>(std::count_if(pages.begin(), pages.end(),
-                                                        [](auto page) { return (page & 1) != 0; }));
-}
-
-// What of [data, data + nbytes) could be read without a fault; a page that was given back reads as
-// zeros.
+// A page that was given back reads as zeros.
 bool IsZero(const std::byte* data, size_t nbytes) {
   return std::all_of(data, data + nbytes, [](std::byte b) { return b == std::byte{0}; });
 }

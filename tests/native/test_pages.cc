@@ -1,0 +1,134 @@
+#include <doctest.h>
+#include <sys/mman.h>
+
+#include "pages.h"
+#include "pool.h"
+#include "support.h"
+
+namespace offload {
+namespace {
+
+using namespace testing;
+
+constexpr size_t kReservedBytes = 64 * kMiB;
+
+// A mapping that is all free, and whose pages are resident up to `resident_bytes`.
+struct Mapping {
+  explicit Mapping(size_t resident_bytes)
+      : data(static_cast<std::byte*>(mmap(nullptr, kReservedBytes, PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))),
+        pages(data) {
+    std::memset(data, 1, resident_bytes);
+    pages.Give(0, resident_bytes);
+  }
+  ~Mapping() { munmap(data, kReservedBytes); }
+
+  std::byte* const data;
+  Pages pages;
+};
+
+// Before Linux 5.7, and under some emulators, pages stay where they are.
+bool PagesMove() {
+  Mapping mapping(kPageBytes);
+  mapping.pages.Take(kMiB, kPageBytes);
+  return mapping.pages.nbytes() == 0;
+}
+
+TEST_CASE("what is used anew gets the pages that are left over, the highest first" *
+          doctest::skip(!PagesMove())) {
+  Mapping mapping(4 * kMiB);
+  std::byte* const there = mapping.data + 32 * kMiB;
+  mapping.pages.Take(32 * kMiB, 3 * kMiB);
+  CHECK(ResidentBytes(there, 3 * kMiB) == 3 * kMiB);
+  CHECK(ResidentBytes(mapping.data, 4 * kMiB) == kMiB);
+  CHECK(mapping.pages.nbytes() == kMiB);
+  mapping.pages.Take(40 * kMiB, 3 * kMiB);  // more than there are
+  CHECK(ResidentBytes(mapping.data + 40 * kMiB, 3 * kMiB) == kMiB);
+  CHECK(mapping.pages.nbytes() == 0);
+  CHECK(there[0] == std::byte{1});
+  mapping.data[0] = std::byte{2};  // where they were, there is memory still
+}
+
+TEST_CASE("what is there already stays, and gaps in it are filled" * doctest::skip(!PagesMove())) {
+  Mapping mapping(4 * kMiB);
+  mapping.pages.Take(8 * kMiB, kMiB);  // of [3, 4)
+  mapping.pages.Give(8 * kMiB, kMiB);
+  mapping.pages.Take(2 * kMiB, 2 * kMiB);
+  CHECK(ResidentBytes(mapping.data, 16 * kMiB) == 4 * kMiB);
+  CHECK(ResidentBytes(mapping.data + 2 * kMiB, 2 * kMiB) == 2 * kMiB);
+  CHECK(mapping.pages.nbytes() == 2 * kMiB);
+}
+
+TEST_CASE("what the kernel will not move is faulted in") {
+  Mapping mapping(4 * kMiB);
+  munmap(mapping.data, kMiB);  // no mapping begins there
+  mapping.pages.Take(32 * kMiB, 4 * kMiB);
+  CHECK(mapping.pages.nbytes() == 4 * kMiB);
+  std::memset(mapping.data + 32 * kMiB, 3, 4 * kMiB);
+  mapping.pages.Give(32 * kMiB, 4 * kMiB);
+  mapping.pages.Shrink(0);
+  CHECK(ResidentBytes(mapping.data + 32 * kMiB, 4 * kMiB) == 0);
+}
+
+TEST_CASE("seams are few, and go with what is given back" * doctest::skip(!PagesMove())) {
+  Mapping mapping(kReservedBytes / 2);
+  // Every second page moves, which is as bad as can be.
+  for (size_t page = 0; page < kReservedBytes / 4 / kPageBytes; ++page) {
+    mapping.pages.Take(kReservedBytes / 2 + 2 * page * kPageBytes, kPageBytes);
+    CHECK(mapping.pages.seams() <= Pages::kMostSeams + 2);
+  }
+  CHECK(mapping.pages.seams() >= Pages::kMostSeams);
+  for (size_t page = 0; page < kReservedBytes / 4 / kPageBytes; ++page) {
+    mapping.pages.Give(kReservedBytes / 2 + 2 * page * kPageBytes, kPageBytes);
+  }
+  for (size_t page = 0; page < kReservedBytes / 4 / kPageBytes; ++page) {
+    mapping.pages.Give(kReservedBytes / 2 + (2 * page + 1) * kPageBytes, kPageBytes);
+  }
+  mapping.pages.Shrink(0);
+  CHECK(mapping.pages.seams() <= 4);
+  CHECK(ResidentBytes(mapping.data, kReservedBytes) == 0);
+}
+
+// What is in use keeps its content, and the process is never larger than it had to be.
+TEST_CASE("property: random allocations keep what is written to them") {
+  struct Live {
+    std::byte* data;
+    size_t nbytes;
+    std::byte content;
+  };
+  for (uint32_t seed = 1; seed <= 20; ++seed) {
+    CAPTURE(seed);
+    std::mt19937 random(seed);
+    const auto pool = Pool::Make(kReservedBytes);
+    auto* const begin = static_cast<std::byte*>(pool->Allocate(kPageBytes));
+    std::vector<Live> live;
+    size_t used = 0;
+    size_t most = 0;
+    for (int step = 0; step < 400; ++step) {
+      if (random() % 5 < 2 && !live.empty()) {
+        std::swap(live[random() % live.size()], live.back());
+        const Live gone = live.back();
+        live.pop_back();
+        REQUIRE(std::all_of(gone.data, gone.data + gone.nbytes,
+                            [&](std::byte b) { return b == gone.content; }));
+        pool->Free(gone.data);
+        used -= gone.nbytes;
+      } else if (used < 16 * kMiB) {
+        const size_t nbytes = kPageBytes * (1 + random() % 256);
+        const auto content = static_cast<std::byte>(random());
+        live.push_back({static_cast<std::byte*>(pool->Allocate(nbytes)), nbytes, content});
+        REQUIRE(live.back().data != nullptr);
+        std::memset(live.back().data, static_cast<int>(content), nbytes);
+        used += nbytes;
+        most = std::max(most, used);
+      }
+      if (step % 16 == 0) {
+        const size_t resident = ResidentBytes(begin + kPageBytes, kReservedBytes - kPageBytes);
+        REQUIRE(resident <= std::max(most, used + Pool::kMinKeepBytes) + kPageBytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace offload
