@@ -272,9 +272,9 @@ class Outbound:
         """A slot for bytes that backward waits for: others make room for it."""
         host = self._common.host
         slot = host.slot(nbytes)
-        # On the cpu, slots are full of tensors that backward is using: no wait would free them.
-        while slot is None and not self._common.lane.host_is_device and self._free_a_slot(nbytes):
+        while slot is None and self._free_a_slot(nbytes):
             slot = host.slot(nbytes)
+        # Else, on the cpu, they are full of what backward is using.
         return slot if slot is not None else host.slot_outside(nbytes)
 
     def _free_a_slot(self, nbytes: int) -> bool:

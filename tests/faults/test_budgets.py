@@ -8,7 +8,7 @@ import torch
 
 import offload
 from offload.engines import Engine
-from tests.doubles import LazyEngine
+from tests.doubles import LazyEngine, SlowEngine
 from tests.support import chain, rand, scratch_files
 
 NBYTES = 1 << 14
@@ -55,7 +55,7 @@ def expected(length: int) -> torch.Tensor:
     return x.grad
 
 
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("disk", ["prompt", "slow", "lazy"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,10 +70,14 @@ def test_host_memory(
     real_engine: Engine,
     tmp_path: Path,
     options: dict[str, int],
-    slow: bool,
+    disk: str,
 ) -> None:
     watch = Watch(tmp_path)
-    engine = LazyEngine(real_engine, reads=False) if slow else real_engine
+    engine = real_engine
+    if disk == "slow":  # what was written in vain still takes its time
+        engine = SlowEngine(real_engine, bytes_per_s=NBYTES / 1e-3)
+    elif disk == "lazy":
+        engine = LazyEngine(real_engine, reads=False)
     watch.session = open_session(_engine=engine, policy=watch, **options)
     for _ in range(2):
         assert torch.equal(watch.run(20), expected(20))
