@@ -94,8 +94,7 @@ def predict(chain: Chain, choice: Sequence[int]) -> Prediction:
         choice: for each segment the number of its option.
 
     Example:
-        >>> from offload.engines.budget import LEAST_MOVING, has_room
-    from offload.planner.model import Segment
+        >>> from offload.planner.model import Segment
         >>> keep = Option("keep", resident_bytes=8, present_bytes=8)
         >>> away = Option("host", offload_bytes=8, present_bytes=8)
         >>> layers = tuple(Segment(str(i), 1.0, 2.0, 8, (keep, away)) for i in range(3))
