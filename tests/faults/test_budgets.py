@@ -75,7 +75,7 @@ def test_host_memory(
     watch = Watch(tmp_path)
     engine = real_engine
     if disk == "slow":  # what was written in vain still takes its time
-        engine = SlowEngine(real_engine, bytes_per_s=NBYTES / 1e-3)
+        engine = SlowEngine(real_engine, bytes_per_s=NBYTES / 20e-3)
     elif disk == "lazy":
         engine = LazyEngine(real_engine, reads=False)
     watch.session = open_session(_engine=engine, policy=watch, **options)
