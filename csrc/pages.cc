@@ -59,6 +59,7 @@ bool Pages::Move(size_t from, size_t to, size_t nbytes) {
 }
 
 void Pages::Shrink(size_t keep_bytes) {
+  keep_bytes = RoundUp(keep_bytes, kPageBytes);
   while (kept_.nbytes() > keep_bytes) {
     const RangeSet::Range range = kept_.RemoveHighest(kept_.nbytes() - keep_bytes);
     Discard(range);

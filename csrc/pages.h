@@ -42,7 +42,8 @@ class Pages {
   void Shrink(size_t keep_bytes);
 
   size_t nbytes() const { return kept_.nbytes(); }
-  size_t seams() const { return seams_.size(); }
+  // Where one mapping may end and the next begin.
+  const std::set<size_t>& seams() const { return seams_; }
 
  private:
   bool Fill(size_t offset, size_t nbytes);
@@ -50,8 +51,8 @@ class Pages {
   void Discard(RangeSet::Range range);
 
   std::byte* data_;
-  RangeSet kept_;           // as far as anybody knows, resident
-  std::set<size_t> seams_;  // where one mapping may end and the next begin
+  RangeSet kept_;  // as far as anybody knows, resident
+  std::set<size_t> seams_;
   bool refused_ = false;
 };
 
