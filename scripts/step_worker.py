@@ -1,8 +1,8 @@
 """One mode of bench_step.py in a process of its own: prints one JSON object about its steps.
 
 A mode is a way to treat saved activations. Order of things, the same for every mode: build the
-model; allocate its gradients; mark the memory; open the mode; one step to warm up; the timed steps;
-one more step under a meter of live activations, not timed.
+model; allocate its gradients; mark the memory; open the mode; one step to warm up, or as many as a
+plan takes to settle; the timed steps; one more step under a meter of live activations, not timed.
 
 Resident memory is told in two ways. ``rss_growth_bytes``: how far it rises within a step, above
 what it was just before that step, which includes what the C library's heap kept of earlier steps.
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import selective
 from offload.measure import activation_meter, fingerprint, mark_memory
+from offload.planner.auto import Auto
 from offload.session import Session
 from offload.system.pool import use_pool
 from offload.tensors.live import LiveBytesMeter, is_parameter_like
@@ -46,8 +47,10 @@ MODES = {
     "plain+disk": "plain+pool beside a process that writes and reads as many bytes as offload did",
     "offload+checkpoint": "offload.Session over torch.utils.checkpoint",
     "offload+selective": "offload.Session, and offload.selective around every block",
+    "offload+plan": "offload.Session and a plan, for --option device_budget=... or half the memory",
 }
 FILE_THRESHOLD_BYTES = 1 << 20
+MOST_WARM_UP_STEPS = 24
 TRAFFIC = Path(__file__).with_name("disk_traffic.py")
 
 
@@ -138,14 +141,26 @@ class Runner:
             use_pool("pool")
         self.files: FileHooks | None = None
         self._open: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if task.mode.startswith("offload"):
+        self.auto: Auto | None = None
+        if task.mode == "offload+plan":
+            self.session = Session(**{"device_budget": "auto", **task.session})
+            self.auto = self.session.apply(model, "auto").auto
+        elif task.mode.startswith("offload"):
             self.session = Session(**task.session)
-            self._open = self.session.step
         elif task.mode == "torch_save":
             self.files = FileHooks(task.session.get("disk_dir") or tempfile.gettempdir())
             self._open = self.files.hooks
         elif task.mode == "save_on_cpu":
             self._open = save_on_cpu
+        if self.session is not None:
+            self._open = self.session.step
+
+    def warm_up(self, batch: Batch) -> None:
+        """Steps that are not timed."""
+        for _ in range(MOST_WARM_UP_STEPS):
+            self.step(batch)
+            if self.auto is None or self.auto.settled:
+                return
 
     def step(self, batch: Batch, meter: LiveBytesMeter | None = None) -> tuple[float, float]:
         """Loss and seconds of one forward and backward; gradients start at zero."""
@@ -199,7 +214,7 @@ def measure(task: Task) -> dict[str, Any]:
             stack.enter_context(runner.session)
         if task.traffic is not None:
             stack.enter_context(traffic(*task.traffic, task.session["disk_dir"]))
-        runner.step(warmup)
+        runner.warm_up(warmup)
         over_model_bytes = base.peak_growth_bytes()
         before = runner.moved()
         seconds, faults, growths, losses, gradients = [], [], [], [], []
