@@ -388,5 +388,7 @@ class Hooks:
 
 
 def is_of_checkpoint(pair: HookPair | None) -> bool:
-    """Whether these hooks are those of ``torch.utils.checkpoint``, in a forward or recomputing."""
+    """Whether these hooks are those of ``torch.utils.checkpoint``, in a forward or recomputing, or
+    pass everything on to those (``hooks_below``).
+    """
     return pair is not None and pair[0].__module__ == torch.utils.checkpoint.__name__

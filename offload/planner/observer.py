@@ -7,6 +7,7 @@ do: what is saved, and the slots that it passes through.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Observer:
         """
         pack_below, unpack_below = hooks_below()
 
+        @wraps(pack_below)
         def pack(tensor: Tensor) -> Any:
             storage = storage_of(tensor)
             if storage is not None and not is_never_moved(tensor, storage.nbytes()):

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
@@ -167,6 +168,8 @@ def hooks_below() -> HookPair:
     """The saved-tensor hooks in force on this thread, for a pair above them to pass everything on
     to; where there are none, a pair that keeps what it is given.
 
+    A pack above wraps the one below (``functools.wraps``), as that is what hooks are known by.
+
     It keeps a detached alias: pack's own argument would tie a node's output to the node in a cycle
     that the garbage collector cannot see.
     """
@@ -253,6 +256,7 @@ class LiveBytesMeter:
     def _pair(self) -> HookPair:
         below_pack, below_unpack = hooks_below()
 
+        @wraps(below_pack)
         def pack(tensor: Tensor) -> Any:
             self._count(tensor)
             packed = below_pack(tensor)

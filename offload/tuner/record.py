@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import attrs
@@ -118,6 +119,7 @@ class _Recorder:
         """To be entered inside the session's step."""
         below_pack, below_unpack = hooks_below()
 
+        @wraps(below_pack)
         def pack(tensor: Tensor) -> Any:
             self._asked.about = False
             packed = below_pack(tensor)
@@ -242,6 +244,7 @@ def with_releases(record: StepRecord, step: Callable[[], object], config: Config
         below_pack, below_unpack = hooks_below()
         known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+        @wraps(below_pack)
         def pack(tensor: Tensor) -> Any:
             nonlocal touches
             storage = _saved_by_forward(tensor)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import offload
 from offload import Session
+from offload.tensors.live import LiveBytesMeter
 from tests.conftest import Opener
 from tests.recompute.blocks import MODULES, WIDTH, Attention, run
 from tests.support import assert_identical, grads, in_threads, net, rand
@@ -235,3 +236,53 @@ def test_errors() -> None:
         offload.selective(lambda *_: True, save=[aten.mm])
     with pytest.raises(TypeError, match="policy_fn is 3"):
         offload.selective(3)
+
+
+class Inner(nn.Module):
+    """A block that computes its own part again, selectively."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + offload.checkpoint(self.part, x, context_fn=offload.selective())
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_within_a_region_that_is_measured(open_session: Opener) -> None:
+    """What is put above the hooks of the outer region does not hide them from the inner one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Inner() for _ in range(4))), rand(32, 16)
+
+    def step():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    session = open_session()
+    with session.apply(model, "auto", device_budget="4MiB"):
+        for _ in range(8):
+            with session.step():
+                assert_identical(step(), expected)
+
+    meter = LiveBytesMeter()
+
+    def metered(block):
+        def run(x):
+            with meter:
+                return block(x)
+
+        return run
+
+    with session.step():
+        model.zero_grad()
+        h = x
+        for block in model:
+            h = offload.checkpoint(metered(block), h)
+        h.square().sum().backward()
+    assert_identical([p.grad for p in model.parameters()], expected)
+    assert meter.peak_bytes > 0
